@@ -1,0 +1,49 @@
+"""Which tokens of a micro-batch belong together: the document structure that attention needs.
+
+Letters: B sequences in the micro-batch, s tokens a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+PADDING = -1  # the document id of padding
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The runs of equal document id in the B x s tokens, row after row.
+
+    Built once, on the CPU, where the batch is made: kernels need the lengths as Python ints, and
+    asking a GPU for them would stop it.
+
+    Attributes:
+        ids: int64 [B, s]; padding has the id ``PADDING``. A token attends only inside its run.
+        bounds: int32 [runs + 1], where each run starts in the flattened tokens, then B * s.
+        lengths: tokens of each run, padding runs included, in order; they add up to B * s.
+    """
+
+    ids: torch.Tensor
+    bounds: torch.Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def from_ids(cls, ids: torch.Tensor) -> "Documents":
+        """From ids [B, s] on the CPU. A run ends where the id changes or a row ends."""
+        starts = torch.ones_like(ids, dtype=torch.bool)
+        starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        bounds = torch.cat([starts.flatten().nonzero().flatten(), torch.tensor([ids.numel()])])
+        return cls(ids, bounds.to(torch.int32), tuple(bounds.diff().tolist()))
+
+    @property
+    def max_length(self) -> int:
+        return max(self.lengths)
+
+    def to(self, device: torch.device | str) -> "Documents":
+        return replace(
+            self,
+            ids=self.ids.to(device, non_blocking=True),
+            bounds=self.bounds.to(device, non_blocking=True),
+        )

@@ -1,0 +1,154 @@
+"""Where every rank stands: rank <-> (pp, dp, cp, tp), and all process groups.
+
+Rank order is pp, dp, cp, tp with tp innermost, so that the ranks that talk most are neighbours.
+This is the only place that makes process groups. DeepSpeed sees three axes (its words stay in
+``DeepSpeedMpu``): ``pipe`` = pp, ``data`` = dp x cp with cp inner, ``model`` = tp; a fourth axis
+would break its reductions (shared/deepspeed_facts.md, 1).
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass, field
+from itertools import product
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from ds4d.config.types import ParallelConfig
+
+AXES = ("pp", "dp", "cp", "tp")
+
+# name -> the axes that vary inside one group of that name
+GROUP_AXES = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "dp_cp": ("dp", "cp"),  # DeepSpeed's data axis: gradients are averaged over it
+    "model": ("pp", "tp"),  # all shards of one replica of the model
+}
+
+
+class Coordinate(NamedTuple):
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+def rank_of(coordinate: Coordinate, parallel: ParallelConfig) -> int:
+    """The global rank at a coordinate."""
+    rank = 0
+    for axis in AXES:
+        rank = rank * getattr(parallel, axis) + getattr(coordinate, axis)
+    return rank
+
+
+def coordinate_of(rank: int, parallel: ParallelConfig) -> Coordinate:
+    """The coordinate of a global rank."""
+    parts = []
+    for axis in reversed(AXES):
+        rank, part = divmod(rank, getattr(parallel, axis))
+        parts.append(part)
+    return Coordinate(*reversed(parts))
+
+
+def group_ranks(name: str, parallel: ParallelConfig) -> list[list[int]]:
+    """All groups of one name, each a sorted list of global ranks; together every rank once."""
+    inner = GROUP_AXES[name]
+    outer = [axis for axis in AXES if axis not in inner]
+    groups = []
+    for fixed in product(*(range(getattr(parallel, axis)) for axis in outer)):
+        coordinate = dict(zip(outer, fixed))
+        members = product(*(range(getattr(parallel, axis)) for axis in AXES if axis in inner))
+        names = [axis for axis in AXES if axis in inner]
+        groups.append(
+            sorted(rank_of(Coordinate(**coordinate, **dict(zip(names, m))), parallel) for m in members)
+        )
+    return groups
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place and its groups. A group of one rank is a real group, so that code for a
+    size-1 axis is the same code."""
+
+    parallel: ParallelConfig
+    rank: int
+    coordinate: Coordinate
+    groups: dict[str, dist.ProcessGroup] = field(repr=False)
+
+    @classmethod
+    def create(cls, parallel: ParallelConfig, *, timeout_seconds: float = 1800.0) -> "Mesh":
+        """Make all groups. Collective: every rank of the world must call, once a run.
+
+        Names whose member lists are equal (all of them when three axes have size 1) share one
+        group, which keeps the number of communicators small.
+
+        Raises:
+            ValueError: the degrees do not multiply to the world size.
+        """
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        if parallel.world_size != world_size:
+            raise ValueError(
+                f"ds4d.parallel: pp {parallel.pp} x dp {parallel.dp} x cp {parallel.cp} x "
+                f"tp {parallel.tp} = {parallel.world_size}, but {world_size} ranks were started"
+            )
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {
+            (tuple(range(world_size)),): dist.group.WORLD
+        }
+        groups = {}
+        for name in GROUP_AXES:
+            members = tuple(map(tuple, group_ranks(name, parallel)))
+            if members not in made:
+                made[members], _ = dist.new_subgroups_by_enumeration(
+                    [list(m) for m in members], timeout=timeout
+                )
+            groups[name] = made[members]
+        return cls(parallel, rank, coordinate_of(rank, parallel), groups)
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        return self.groups[name]
+
+    def size(self, name: str) -> int:
+        return dist.get_world_size(self.groups[name])
+
+    @property
+    def dp(self) -> int:
+        """This rank's place on the data axis: which samples it reads."""
+        return self.coordinate.dp
+
+
+class DeepSpeedMpu:
+    """The mesh in DeepSpeed's words. Never give it ``get_sequence_*`` methods: with those
+    DeepSpeed changes how it averages, and wrongly so under ZeRO-3."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def get_data_parallel_group(self):
+        return self._mesh.group("dp_cp")
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._mesh.size("dp_cp")
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self._mesh.group("dp_cp"))
+
+    def get_model_parallel_group(self):
+        return self._mesh.group("tp")
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._mesh.size("tp")
+
+    def get_model_parallel_rank(self) -> int:
+        return self._mesh.coordinate.tp
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return 1  # the pipeline engine brings a grid of its own

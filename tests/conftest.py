@@ -1,0 +1,5 @@
+from tests import harness
+
+
+def pytest_sessionfinish() -> None:
+    harness.close()
