@@ -1,8 +1,9 @@
 """The frozen dataclasses that the rest of ds4d sees: the ``"ds4d"`` block and what follows from it.
 
-Every field here has a twin in ``schema.json`` (type, default, description for editors); a unit
-test compares the two. ``load.py`` makes these from a file, ``checks.py`` judges them. Nothing
-after ``load`` reads the JSON or the environment.
+``schema.json`` is made from these classes (name, type, default, and the text under each field,
+which editors show): after a change here run ``python -m ds4d.config.make_schema``. ``load.py``
+makes the objects from a file, ``checks.py`` judges the file. Nothing after ``load`` reads the JSON
+or the environment.
 """
 
 from __future__ import annotations
@@ -10,7 +11,13 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Mapping
+from typing import Annotated, Any, Literal, Mapping
+
+# The dicts are JSON Schema words, merged into the field's schema.
+Count = Annotated[int, {"minimum": 1}]
+NonNegative = Annotated[int, {"minimum": 0}]
+Positive = Annotated[float, {"exclusiveMinimum": 0}]
+Slice = Annotated[str, {"pattern": r"^(-?\d+%?)?:(-?\d+%?)?$", "examples": ["95%:", "100:200"]}]
 
 
 @dataclass(frozen=True)
@@ -18,57 +25,104 @@ class ModelConfig:
     """Which model. Exactly one of ``path`` (weights are loaded) and ``config`` (from scratch)."""
 
     path: str | None = None
+    """Folder or hub id of a Hugging Face causal language model; its weights are loaded."""
+
     config: Mapping[str, Any] | None = None
+    """Hugging Face config fields, with ``model_type``; the weights start from scratch.
+    ``vocab_size`` may be "auto": the size of the tokenizer."""
 
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """Where documents come from.
-
-    ``path`` is a file, a glob or a list of them (text, jsonl, parquet, tokens), or a folder or
-    hub id (hf). ``slice`` takes a part of the documents, as ``"95%:"`` or ``"100:200"``.
-    """
+    """Where documents come from."""
 
     type: Literal["text", "jsonl", "parquet", "hf", "tokens", "python_stdlib"]
+    """Kind of source. "text": each file is a document. "jsonl", "parquet", "hf": each row is a
+    document. "tokens": JSON lines with ``input_ids``, taken as they are, one line = one sample.
+    "python_stdlib": the sources of the running Python's standard library."""
+
     path: str | tuple[str, ...] | None = None
+    """A file, a glob or a list of them (text, jsonl, parquet, tokens), or a folder or hub id (hf)."""
+
     field: str = "text"
+    """Which field of a row holds the text (jsonl, parquet, hf)."""
+
     name: str | None = None
+    """Configuration name of a data set on the hub (hf)."""
+
     split: str = "train"
-    slice: str | None = None
+    """Split of a data set on the hub (hf)."""
+
+    slice: Slice | None = None
+    """A part of the documents, in Python's slice form; numbers count documents, or per cent."""
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """``path``: a tokenizer folder or hub id (None: the model's). ``vocab_size``: train a
-    byte-level BPE of that size once, on the training source, instead."""
+    """Which tokenizer; absent: the model's own."""
 
     path: str | None = None
-    vocab_size: int | None = None
+    """Tokenizer folder or hub id."""
+
+    vocab_size: Annotated[int, {"minimum": 257}] | None = None
+    """Train a byte-level BPE of this size, once, on the training source. At least the 256 bytes and
+    an end-of-text token."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    seq_len: int
+    """What the model reads, and how it is cut into samples."""
+
+    seq_len: Annotated[int, {"minimum": 2}]
+    """Tokens in one sample."""
+
     train: SourceConfig
+    """The training source."""
+
     eval: SourceConfig | None = None
+    """A held-out source, evaluated every ``training.eval_every`` steps."""
+
     packing: Literal["documents", "concat", "none"] = "documents"
+    """"documents": several documents in a sample, positions restart, no attention across. "concat":
+    one stream of tokens, cut every ``seq_len``. "none": one document a sample, padded."""
+
     long_documents: Literal["split", "truncate", "drop", "error"] = "split"
+    """What happens to a document longer than ``seq_len``; "split" loses no text."""
+
     append_eos: bool = True
+    """End each document with the tokenizer's end-of-text token."""
+
     shuffle: bool = True
+    """Visit the samples in an order drawn from seed and epoch; false: in the source's order."""
+
     tokenizer: TokenizerConfig = TokenizerConfig()
+    """Which tokenizer; absent: the model's own."""
+
     cache_dir: str | None = None
-    num_workers: int = 0
+    """Where tokenised data is kept; absent: ``~/.cache/ds4d``, or ``$DS4D_CACHE``."""
+
+    num_workers: NonNegative = 0
+    """Processes that prepare batches beside the training; 0: none."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """Degrees of the four axes, all resolved: ``pp * dp * cp * tp`` is the world size."""
 
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    dp: int = 1
+    tp: Count = 1
+    """Tensor parallel: ranks that share each layer's matrices."""
+
+    pp: Count = 1
+    """Pipeline parallel: stages that hold consecutive layers."""
+
+    cp: Count = 1
+    """Context parallel: ranks that share one sequence."""
+
+    dp: Count = 1
+    """Data parallel: ranks that read different samples. "auto": all ranks that are left."""
+
     sequence_parallel: bool = False
+    """Megatron's: norms and residuals are split along the sequence over the tp ranks."""
 
     @property
     def world_size(self) -> int:
@@ -77,44 +131,85 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class PipelineConfig:
+    """How a pipeline (``parallel.pp`` > 1) runs."""
+
     schedule: Literal["gpipe", "1f1b", "interleaved", "dualpipev", "zb-h1"] = "1f1b"
-    chunks: int = 1
+    """Order of the forward and backward passes of the micro-batches."""
+
+    chunks: Count = 1
+    """Virtual stages on each rank ("interleaved")."""
+
     split: tuple[int | str, ...] | None = None
+    """Layers at which the stages begin; absent: cut by cost."""
 
 
 @dataclass(frozen=True)
 class ContextConfig:
+    """How a sequence is shared (``parallel.cp`` > 1)."""
+
     method: Literal["ring", "ulysses", "hybrid"] = "ring"
-    ulysses_size: int | None = None
+    """"ring": keys and values travel. "ulysses": all-to-all over heads. "hybrid": both."""
+
+    ulysses_size: Count | None = None
+    """Ranks of the all-to-all inside the ring ("hybrid")."""
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """``steps`` optimizer steps, or ``epochs`` passes over the data when ``steps`` is None."""
+    """How long and how. Exactly one of ``steps`` and ``epochs``."""
 
-    steps: int | None = None
-    epochs: float | None = None
-    seed: int = 42
+    steps: Count | None = None
+    """Optimizer steps."""
+
+    epochs: Positive | None = None
+    """Passes over the training data."""
+
+    seed: NonNegative = 42
+    """Initial weights, data order and dropout follow from it, whatever the layout."""
+
     decay_all: bool = False
-    eval_every: int | None = None
-    max_skipped_steps: int = 10
+    """Apply weight decay to norms and biases too."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass instead of keeping them. "auto": "full" where the
+    file has DeepSpeed's ``activation_checkpointing`` block, else "none"."""
+
+    eval_every: Count | None = None
+    """Steps between evaluations on ``data.eval``."""
+
+    max_skipped_steps: Count = 10
+    """Stop after so many steps in a row with a non-finite loss or gradient."""
+
     on_sigterm: Literal["save", "stop"] = "save"
-    process_group_timeout_seconds: float = 1800.0
+    """On SIGTERM save a checkpoint and leave with 0, or just stop."""
+
+    process_group_timeout_seconds: Positive = 1800.0
+    """A collective that waits longer than this fails."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """``every`` None: no checkpoint but the last one (``final``)."""
+    """When checkpoints are written, and how many are kept."""
 
-    every: int | None = None
-    keep: int | None = None
+    every: Count | None = None
+    """Steps between checkpoints; absent: only the last one (``final``)."""
+
+    keep: Count | None = None
+    """Keep the newest so many; absent: all."""
+
     final: bool = True
+    """Write one after the last step."""
 
 
 @dataclass(frozen=True)
 class MonitorConfig:
+    """What is shown, beside ``metrics.jsonl`` and DeepSpeed's own monitors."""
+
     plot: bool = True
-    peak_tflops: float | None = None
+    """Draw the loss curve as a PNG in the run folder (needs matplotlib)."""
+
+    peak_tflops: Positive | None = None
+    """Peak TFLOP/s of one device, for MFU; absent: known for common GPUs."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +238,6 @@ class RunConfig:
             ``deepspeed_json.to_deepspeed`` makes from it the dict that DeepSpeed gets.
         batch: resolved batch words.
         zero_stage: ``zero_optimization.stage``, 0 when absent.
-        recompute: activation checkpointing.
         path: the file it came from, None for a dict.
         notes: things the user should hear once (options without effect, and the like).
     """
@@ -159,10 +253,26 @@ class RunConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
     precision: PrecisionConfig = PrecisionConfig()
-    recompute: Literal["none", "selective", "full"] = "none"
     zero_stage: int = 0
     path: Path | None = field(default=None, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
 
+    @property
+    def recompute(self) -> str:
+        return self.training.recompute
+
     def replace(self, **changes: Any) -> "RunConfig":
         return dataclasses.replace(self, **changes)
+
+
+# The sections of the "ds4d" block, in the order in which files show them.
+SECTIONS: Mapping[str, type] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "parallel": ParallelConfig,
+    "pipeline": PipelineConfig,
+    "context": ContextConfig,
+    "training": TrainingConfig,
+    "checkpoint": CheckpointConfig,
+    "monitor": MonitorConfig,
+}

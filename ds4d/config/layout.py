@@ -1,0 +1,62 @@
+"""Where every rank stands, as arithmetic: rank <-> (pp, dp, cp, tp).
+
+Rank order is pp, dp, cp, tp with tp innermost, so that the ranks that talk most are neighbours.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import NamedTuple
+
+from ds4d.config.types import ParallelConfig
+
+AXES = ("pp", "dp", "cp", "tp")
+
+# name -> the axes that vary inside one group of that name
+GROUP_AXES = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "dp_cp": ("dp", "cp"),  # DeepSpeed's data axis: gradients are averaged over it
+    "model": ("pp", "tp"),  # all shards of one replica of the model
+}
+
+
+class Coordinate(NamedTuple):
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+def rank_of(coordinate: Coordinate, parallel: ParallelConfig) -> int:
+    """The global rank at a coordinate."""
+    rank = 0
+    for axis in AXES:
+        rank = rank * getattr(parallel, axis) + getattr(coordinate, axis)
+    return rank
+
+
+def coordinate_of(rank: int, parallel: ParallelConfig) -> Coordinate:
+    """The coordinate of a global rank."""
+    parts = []
+    for axis in reversed(AXES):
+        rank, part = divmod(rank, getattr(parallel, axis))
+        parts.append(part)
+    return Coordinate(*reversed(parts))
+
+
+def group_ranks(name: str, parallel: ParallelConfig) -> list[list[int]]:
+    """All groups of one name, each a sorted list of global ranks; together every rank once."""
+    inner = GROUP_AXES[name]
+    outer = [axis for axis in AXES if axis not in inner]
+    groups = []
+    for fixed in product(*(range(getattr(parallel, axis)) for axis in outer)):
+        coordinate = dict(zip(outer, fixed))
+        members = product(*(range(getattr(parallel, axis)) for axis in AXES if axis in inner))
+        names = [axis for axis in AXES if axis in inner]
+        groups.append(
+            sorted(rank_of(Coordinate(**coordinate, **dict(zip(names, m))), parallel) for m in members)
+        )
+    return groups
