@@ -1,0 +1,141 @@
+"""A checkpoint as a Hugging Face folder that ``AutoModelForCausalLM.from_pretrained`` loads."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any, Iterator
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ds4d.checkpoint.errors import CheckpointError
+from ds4d.checkpoint.files import discard, temp_beside
+from ds4d.checkpoint.find import locate
+from ds4d.checkpoint.folder import read_manifest
+from ds4d.checkpoint.load import mismatches, raise_mismatches
+from ds4d.checkpoint.logical import LogicalTensor, Piece
+from ds4d.checkpoint.planners import PieceLoadPlanner
+from ds4d.checkpoint.storage import SafetensorsReader
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MAX_SHARD = "5GB"
+TOKENIZER = "tokenizer"
+
+
+def export(
+    checkpoint: Path, out: Path, *, dtype: str | None = None, force: bool = False
+) -> Path:
+    """Write config, weights and tokenizer to ``out``, which appears whole or not at all.
+
+    Tied weights are written once; names are those that the family has on the hub. Works in one
+    process, whether or not ``torch.distributed`` is initialised there.
+
+    Args:
+        checkpoint: a checkpoint, or a run folder (its newest).
+        dtype: ``"fp32" | "bf16" | "fp16"``; default: the dtype that was trained in. What the
+            family keeps in fp32 stays so.
+        force: replace ``out``.
+    Returns:
+        ``out``.
+    Raises:
+        CheckpointError: ``out`` is not empty; the checkpoint does not hold the whole model; the
+            folder cannot be written.
+    """
+    checkpoint = locate(checkpoint)
+    if out.exists() and not force and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} is not empty: name another folder, or replace it by force")
+    extra = read_manifest(checkpoint).extra
+    model = _meta_model(extra["hf_config"], _dtype(dtype or extra["dtype"]))
+    temp = temp_beside(out)
+    try:
+        temp.mkdir(parents=True)
+        tensors = _read(checkpoint, model, temp)
+        model.save_pretrained(temp, state_dict=tensors, max_shard_size=MAX_SHARD)
+        _copy_tokenizer(checkpoint, extra, temp)
+        for weights in temp.glob("*.safetensors"):  # the library makes them private to the user
+            weights.chmod((temp / "config.json").stat().st_mode)
+        if out.exists():
+            discard(out)
+        os.rename(temp, out)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {out}: {error}") from None
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+    return out
+
+
+def _dtype(word: str) -> torch.dtype:
+    if word not in DTYPES:
+        raise CheckpointError(f'dtype "{word}" is not one of {", ".join(DTYPES)}')
+    return DTYPES[word]
+
+
+def _meta_model(hf_config: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+    """The model without memory: what it consists of and how its family is stored."""
+    config = AutoConfig.for_model(**hf_config)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _wanted(model: PreTrainedModel) -> Iterator[tuple[str, str, torch.Size, torch.dtype]]:
+    """Key in the checkpoint, name, shape and dtype of all that the folder is to hold."""
+    in_fp32 = [glob.replace("*", ".*") for glob in model._get_dtype_plan(model.dtype)]
+    parameters = dict(model.named_parameters())  # tied ones once
+    persistent = model.state_dict()
+    buffers = {n: b for n, b in model.named_buffers() if n in persistent}
+    for kind, tensors in (("weight", parameters), ("buffer", buffers)):
+        for name, tensor in tensors.items():
+            keep = any(re.search(pattern, name) for pattern in in_fp32)
+            yield f"{kind}/{name}", name, tensor.shape, torch.float32 if keep else tensor.dtype
+
+
+def _read(checkpoint: Path, model: PreTrainedModel, scratch: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the folder, each converted on its way from the checkpoint, box by box.
+
+    They lie in mapped files, so that a model larger than the memory can be exported.
+    """
+    reader = SafetensorsReader(checkpoint)
+    tensors, state = {}, {}
+    for key, name, shape, dtype in _wanted(model):
+        tensors[name] = _mapped(scratch / "tensor", shape, dtype)
+        whole = Piece((0,) * len(shape), tensors[name])
+        state[key] = LogicalTensor(tuple(shape), dtype, (whole,))
+    raise_mismatches(checkpoint, mismatches(reader.metadata, state, convert=True))
+    with warnings.catch_warnings(action="ignore"):  # DCP says that it is one process
+        dcp.load(state, storage_reader=reader, planner=PieceLoadPlanner(), no_dist=True)
+    return tensors
+
+
+def _mapped(path: Path, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in a file without a name. The space is taken at once: a full disk under a mapped
+    file would kill the process later."""
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    with open(path, "xb") as file:
+        os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)
+    tensor = torch.from_file(str(path), shared=True, size=count, dtype=dtype)
+    path.unlink()
+    return tensor.view(shape)
+
+
+def _copy_tokenizer(checkpoint: Path, extra: dict[str, Any], out: Path) -> None:
+    """The run folder's own copy, or the folder that the checkpoint names."""
+    places = [checkpoint.resolve().parent.parent / TOKENIZER]
+    if extra.get(TOKENIZER):
+        places.append(Path(extra[TOKENIZER]))
+    for place in places:
+        if place.is_dir():
+            shutil.copytree(place, out, dirs_exist_ok=True)
+            return
+    logger.warning("no tokenizer is exported: there is none in %s", " or ".join(map(str, places)))

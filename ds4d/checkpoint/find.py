@@ -1,0 +1,86 @@
+"""Which checkpoint to go on from."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds4d.checkpoint.errors import CheckpointError
+from ds4d.checkpoint.folder import (
+    MANIFEST,
+    STEP_FOLDER,
+    Manifest,
+    checkpoints_folder,
+    complete_manifest,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder: complete with a manifest, or with the reason why it is not usable."""
+
+    folder: Path
+    step: int
+    manifest: Manifest | None
+    problem: str | None
+
+
+def list_checkpoints(root: Path) -> list[Checkpoint]:
+    """All checkpoints of a run folder: the complete ones, newest first, then the unusable ones.
+
+    Reads each manifest and the size of each file, no contents.
+    """
+    found = []
+    parent = checkpoints_folder(root)
+    for folder in sorted(parent.iterdir()) if parent.is_dir() else []:
+        if match := STEP_FOLDER.fullmatch(folder.name):
+            try:
+                manifest, problem = complete_manifest(folder), None
+            except CheckpointError as error:
+                manifest, problem = None, str(error)
+            found.append(Checkpoint(folder, int(match[2]), manifest, problem))
+    complete = [each for each in found if each.manifest]
+    unusable = [each for each in found if not each.manifest]
+    return sorted(complete, key=lambda c: -c.manifest.generation) + unusable
+
+
+def find(root: Path, which: str) -> Path | None:
+    """The folder of the checkpoint that ``which`` means. Call it on one rank and tell the others.
+
+    Args:
+        root: the run folder (``--output``).
+        which: ``"auto"``: the newest complete checkpoint, None where there is none;
+            ``"latest"``: the same, but there must be one;
+            anything else: the path of a checkpoint, or of a run folder (its newest).
+    Raises:
+        CheckpointError: there is none, or the one named is not complete.
+    """
+    if which == "auto":
+        return _newest(root)
+    return locate(root if which == "latest" else Path(which))
+
+
+def locate(path: Path) -> Path:
+    """The checkpoint at a path: the folder itself, or a run folder's newest complete one.
+
+    Raises:
+        CheckpointError: the folder is not a complete checkpoint, or the run has none.
+    """
+    if STEP_FOLDER.fullmatch(path.resolve().name) or (path / MANIFEST).exists():
+        complete_manifest(path)
+        return path
+    newest = _newest(path)
+    if newest is None:
+        raise CheckpointError(f"{checkpoints_folder(path)}: no complete checkpoint there")
+    return newest
+
+
+def _newest(root: Path) -> Path | None:
+    checkpoints = list_checkpoints(root)
+    for each in checkpoints:
+        if each.problem:
+            logger.warning("checkpoint passed over: %s", each.problem)
+    return next((each.folder for each in checkpoints if each.manifest), None)

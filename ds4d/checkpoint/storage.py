@@ -1,0 +1,208 @@
+"""DCP's storage: one safetensors file a rank, and one index of where every box lies.
+
+safetensors is a JSON header and raw bytes: nothing in it is executed, any tool reads it, and a
+reader maps just the bytes it needs. The library writes a file from tensors that are all in host
+memory; a rank's share of a checkpoint may be larger than that, so the header, which follows from
+the plan, is written first and the pieces after it, a few MiB at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, Iterator
+
+import torch
+from safetensors import safe_open
+from torch.distributed.checkpoint import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ds4d.checkpoint.files import DurableFile, FileRecord, write_json
+
+INDEX = "index.json"
+STAGING_BYTES = 1 << 24  # what is copied from a device, hashed and written at a time
+
+SAFETENSORS_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+}  # fmt: skip
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes this rank's boxes to ``data-RANK.safetensors``, and on the coordinator the index.
+
+    ``records`` lists the files that this rank has written.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder = folder
+        self.records: list[FileRecord] = []
+        self._path = folder / f"data-{rank:05d}.safetensors"
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        assert checkpoint_id is None, "the folder is given to the constructor"
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: the caller has made the folder."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        # wide dtypes first: every tensor then starts at a multiple of its item size
+        items = sorted(plan.items, key=lambda i: -i.tensor_data.properties.dtype.itemsize)
+        results = []
+        if items:
+            header, sizes = _header(items)
+            with DurableFile(self._path) as file:
+                file.write(header)
+                for item in items:
+                    for block in _blocks(planner.resolve_data(item)):
+                        file.write(block)
+                self.records.append(file.finish())
+            results = [WriteResult(i.index, n, self._path.name) for i, n in zip(items, sizes)]
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        files = {each.index: each.storage_data for rank in results for each in rank}
+        self.records.append(write_json(self.folder / INDEX, _index(metadata, files)))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return False
+
+
+class SafetensorsReader(StorageReader):
+    """Reads boxes from the files of ``SafetensorsWriter``, only the bytes that are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.metadata = read_index(folder)
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        assert checkpoint_id is None, "the folder is given to the constructor"
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing to do: the metadata is this reader's own."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            by_file[self.metadata.storage_data[item.storage_index]].append(item)
+        for name, items in by_file.items():
+            with safe_open(self.folder / name, framework="pt") as file:
+                for item in items:
+                    target = planner.resolve_tensor(item)
+                    target.copy_(_read_box(file, item))
+                    planner.commit_tensor(item, target)
+        return _done(None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return False
+
+
+def read_index(folder: Path) -> Metadata:
+    """The index as DCP's metadata; ``storage_data`` says which file holds which box."""
+    tensors, files = {}, {}
+    for name, entry in json.loads((folder / INDEX).read_bytes()).items():
+        chunks = []
+        for offsets, sizes, file in entry["chunks"]:
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            files[MetadataIndex(name, offsets)] = file
+        properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
+        tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
+    return Metadata(tensors, storage_data=files)
+
+
+def _index(metadata: Metadata, files: dict[MetadataIndex, str]) -> dict[str, Any]:
+    return {
+        name: {
+            "dtype": str(tensor.properties.dtype).removeprefix("torch."),
+            "shape": list(tensor.size),
+            "chunks": [
+                [list(c.offsets), list(c.sizes), files[MetadataIndex(name, c.offsets)]]
+                for c in tensor.chunks
+            ],
+        }
+        for name, tensor in metadata.state_dict_metadata.items()
+    }
+
+
+def _header(items: list[WriteItem]) -> tuple[bytes, list[int]]:
+    """The safetensors header for these boxes in this order, and the bytes of each."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    sizes, start = [], 0
+    for item in items:
+        dtype, shape = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
+        sizes.append(math.prod(shape) * dtype.itemsize)
+        entries[_key(item.index)] = {
+            "dtype": SAFETENSORS_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, start + sizes[-1]],
+        }
+        start += sizes[-1]
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, sizes
+
+
+def _key(index: MetadataIndex) -> str:
+    """``weight/model.norm.weight@0``: a box's name in its file."""
+    return f"{index.fqn}@{','.join(map(str, index.offset))}"
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """A tensor's bytes in row-major order, in host memory, a staging block at a time."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    for block in flat.split(STAGING_BYTES // flat.itemsize):
+        yield memoryview(block.cpu().view(torch.uint8).numpy())
+
+
+def _read_box(file: Any, item: ReadItem) -> torch.Tensor:
+    key = _key(item.storage_index)
+    if not item.lengths:
+        return file.get_tensor(key)
+    box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths))
+    return file.get_slice(key)[box]
+
+
+def _done(value: Any) -> Future:
+    future: Future = Future()
+    future.set_result(value)
+    return future
