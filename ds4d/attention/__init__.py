@@ -1,0 +1,28 @@
+"""Attention: ds4d's attention and mask functions for transformers, in every layout.
+
+The functions here import torch and transformers only when they are called, so that the config can
+be checked without them.
+"""
+
+from __future__ import annotations
+
+NAME = "ds4d"
+
+
+def register() -> str:
+    """Registers ds4d's attention and mask functions with transformers; again does no harm.
+
+    Both, always: without its own mask function transformers gives an implementation no mask at
+    all, and causality is lost in silence.
+
+    Returns:
+        The name for ``attn_implementation``.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from ds4d.attention.interface import attention
+    from ds4d.attention.mask import lazy_mask
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, lazy_mask)
+    return NAME

@@ -6,6 +6,7 @@ Letters: B sequences in the micro-batch, s tokens a sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -47,3 +48,17 @@ class Documents:
             ids=self.ids.to(device, non_blocking=True),
             bounds=self.bounds.to(device, non_blocking=True),
         )
+
+    def intersect(self, other: "Documents") -> "Documents":
+        """Runs that both agree on: tokens stay together only where both keep them together.
+
+        Only Python ints are compared. Returns self when ``other`` cuts nowhere else.
+        """
+        if self.lengths == other.lengths:
+            return self
+        ends = sorted(set(accumulate(self.lengths)) | set(accumulate(other.lengths)))
+        lengths = tuple(end - start for start, end in zip([0, *ends], ends))
+        if lengths == self.lengths:
+            return self
+        runs = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        return Documents.from_ids(runs.view(self.ids.shape)).to(self.ids.device)

@@ -1,0 +1,124 @@
+"""The attention function that ds4d registers with transformers.
+
+Letters: B sequences, H heads, K key/value heads, q queries, k keys, D head dim.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from ds4d.attention.documents import Documents
+from ds4d.attention.kernels import Call, attend
+from ds4d.attention.mask import LazyMask
+from ds4d.attention.visible import Visible, cut_mask
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: LazyMask | torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    *,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    documents: Documents | None = None,
+    output_attentions: bool | None = False,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """ds4d's entry in transformers' ``AttentionInterface``; the arguments are transformers'.
+
+    Args:
+        query: [B, H, q, D].
+        key: [B, K, k, D].
+        value: [B, K, k, Dv].
+        attention_mask: what ``lazy_mask`` made; or a user's own mask [B | 1, H | 1, q, k], boolean
+            or to be added to the scores; or None: causal if ``is_causal`` (default: the module's
+            ``is_causal``).
+        s_aux: attention sinks, [H].
+        documents: attention inside each of them only, whatever else the mask says.
+
+    Returns:
+        [B, q, H, Dv], and None: attention weights never exist.
+    """
+    if output_attentions:
+        raise ValueError(
+            "output_attentions=True: ds4d's attention never holds the attention weights; build the "
+            'model with attn_implementation="eager" to look at them'
+        )
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if documents is not None and documents.ids.shape != (query.shape[0], num_queries):
+        raise ValueError(
+            f"documents describe {list(documents.ids.shape)} tokens, but the model was given "
+            f"{[query.shape[0], num_queries]}"
+        )
+    if documents is not None and num_queries != num_keys:
+        raise ValueError(
+            f"documents with a key/value cache ({num_queries} queries, {num_keys} keys): call the "
+            "model with use_cache=False"
+        )
+    if isinstance(attention_mask, LazyMask):
+        visible = attention_mask.visible(documents)
+    elif attention_mask is not None:
+        visible = _given(attention_mask, num_queries, num_keys, documents)
+    else:
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        visible = _unmasked(num_queries, num_keys, is_causal, sliding_window, documents)
+    if visible.causal and (last := num_queries + visible.offset) < num_keys:
+        # a static cache not filled yet
+        key, value, num_keys = key[:, :, :last], value[:, :, :last], last
+    call = Call(
+        query,
+        key,
+        value,
+        visible.simplified(num_queries, num_keys),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        dropout=dropout,
+        softcap=softcap,
+        sinks=s_aux,
+        bias=position_bias,
+    )
+    return attend(call), None
+
+
+def _given(
+    mask: torch.Tensor, num_queries: int, num_keys: int, documents: Documents | None
+) -> Visible:
+    """A mask that the user made."""
+    if mask.ndim != 4 or mask.shape[2] not in (1, num_queries) or mask.shape[3] < num_keys:
+        raise ValueError(
+            f"an attention mask of shape {list(mask.shape)} reached ds4d's attention, which takes "
+            f"[batch or 1, heads or 1, {num_queries} queries, {num_keys} keys]"
+        )
+    mask = mask[..., :num_keys].expand(-1, -1, num_queries, -1)
+    return Visible(
+        offset=num_keys - num_queries, documents=documents, general=partial(cut_mask, mask)
+    )
+
+
+def _unmasked(
+    num_queries: int,
+    num_keys: int,
+    is_causal: bool,
+    window: int | None,
+    documents: Documents | None,
+) -> Visible:
+    """As transformers' "sdpa": one query sees every key, several see the keys up to them."""
+    if not is_causal or num_queries == 1:
+        return Visible(documents=documents)
+    if num_queries != num_keys:
+        raise ValueError(
+            f"causal attention of {num_queries} queries over {num_keys} keys needs a mask to say "
+            "where the queries stand, but this model passes none"
+        )
+    return Visible(causal=True, window=window, documents=documents)

@@ -1,0 +1,180 @@
+"""Attention over one rank's tokens: the one place that picks a kernel.
+
+Letters: B sequences, H heads, K key/value heads, q queries, k keys, D head dim, T = B * q.
+
+``KERNELS`` is a table in order of preference; the first that fits a call does it. All of them give
+the same numbers up to rounding, accumulate in fp32 and keep memory linear in the sequence. What
+fits is known from shapes, dtypes and Python ints alone: a GPU is never waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from ds4d.attention.blockwise import CpuFlash, PlainBlocks
+from ds4d.attention.flash import Attend, CudaFlash
+from ds4d.attention.visible import Visible
+
+# A mask with at most this many numbers is made whole and given to torch's own attention.
+SMALL_MASK = 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of attention.
+
+    Attributes:
+        query: [B, H, q, D].
+        key: [B, K, k, D]; H is a multiple of K.
+        value: [B, K, k, Dv].
+        visible: which keys each query may see.
+        scale: of the scores.
+        dropout: probability to drop an attention weight.
+        softcap: scores become softcap * tanh(score / softcap); None: they don't.
+        sinks: [H], a score that each query of a head spends on no key; None: nothing.
+        bias: [B | 1, H | 1, q, k], added to the scores; None: nothing.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    visible: Visible
+    scale: float
+    dropout: float = 0.0
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Softmax of scaled scores and nothing else."""
+        return self.softcap is None and self.sinks is None and self.bias is None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    fits: Callable[[Call], bool]
+    run: Callable[[Call], torch.Tensor]
+    equal_dims_on: tuple[str, ...] = ()  # devices where it wants D == Dv
+
+
+def attend(call: Call) -> torch.Tensor:
+    """Returns: [B, q, H, Dv]."""
+    kernel = choose(call)
+    depth, value_depth = call.query.shape[-1], call.value.shape[-1]
+    if depth != value_depth and call.query.device.type in kernel.equal_dims_on:
+        # Zeros at the end of a head change no score and only add zeros to the output.
+        wide = max(depth, value_depth)
+        q, k, v = (F.pad(x, (0, wide - x.shape[-1])) for x in (call.query, call.key, call.value))
+        return kernel.run(replace(call, query=q, key=k, value=v))[..., :value_depth]
+    return kernel.run(call)
+
+
+def choose(call: Call) -> Kernel:
+    return next(kernel for kernel in KERNELS if kernel.fits(call))
+
+
+# torch's own attention, whole: plain causal, everything visible, or with a small mask.
+
+
+def _fits_sdpa(call: Call) -> bool:
+    visible = call.visible
+    is_limited = visible.window is not None or visible.documents or visible.general
+    is_upper_left = call.query.shape[2] == call.key.shape[2] and visible.offset == 0
+    return (
+        call.is_plain
+        and not is_limited
+        and (is_upper_left or not visible.causal)
+        and _sdpa_drops(call)
+    )
+
+
+def _sdpa(call: Call) -> torch.Tensor:
+    out = F.scaled_dot_product_attention(
+        call.query,
+        call.key,
+        call.value,
+        dropout_p=call.dropout,
+        is_causal=call.visible.causal,
+        scale=call.scale,
+        enable_gqa=call.query.shape[1] != call.key.shape[1],
+    )
+    return out.transpose(1, 2)
+
+
+def _fits_masked_sdpa(call: Call) -> bool:
+    (batch, _, num_queries, _), num_keys = call.query.shape, call.key.shape[2]
+    return (
+        call.is_plain
+        and (call.visible.general is not None or num_queries != num_keys)
+        and call.visible.documents is None
+        and batch * num_queries * num_keys <= SMALL_MASK
+        and _sdpa_drops(call)
+    )
+
+
+def _masked_sdpa(call: Call) -> torch.Tensor:
+    key, value, groups = call.key, call.value, call.query.shape[1] // call.key.shape[1]
+    shape = (call.query.shape[0], call.query.shape[2], key.shape[2])
+    on_cpu = call.query.device.type == "cpu"
+    if groups > 1 and not on_cpu:  # CUDA's kernels take a mask or grouped heads, not both
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    out = F.scaled_dot_product_attention(
+        call.query,
+        key,
+        value,
+        attn_mask=call.visible.dense(shape, call.query.dtype, call.query.device),
+        dropout_p=call.dropout,
+        scale=call.scale,
+        enable_gqa=groups > 1 and on_cpu,
+    )
+    return out.transpose(1, 2)
+
+
+def _sdpa_drops(call: Call) -> bool:
+    return not call.dropout or call.query.device.type == "cuda"  # a CPU would make s x s scores
+
+
+# ds4d's own autograd function around flash kernels, or around plain sums.
+
+
+def _fits_cuda_flash(call: Call) -> bool:
+    query, visible = call.query, call.visible
+    return (
+        query.device.type == "cuda"
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and call.softcap is None
+        and call.bias is None
+        and visible.general is None
+        and visible.causal
+        and visible.offset == 0
+        and query.shape[2] == call.key.shape[2]
+        and query.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
+    )
+
+
+def _fits_cpu_flash(call: Call) -> bool:
+    is_plain = call.softcap is None and call.bias is None and not call.dropout
+    return call.query.device.type == "cpu" and is_plain
+
+
+def _run(make: type) -> Callable[[Call], torch.Tensor]:
+    def run(call: Call) -> torch.Tensor:
+        return Attend.apply(call.query, call.key, call.value, call.sinks, call.bias, make(call))
+
+    return run
+
+
+KERNELS = (
+    Kernel("sdpa", _fits_sdpa, _sdpa, equal_dims_on=("cpu",)),
+    Kernel("sdpa with a small mask", _fits_masked_sdpa, _masked_sdpa, equal_dims_on=("cpu",)),
+    Kernel("cuda flash", _fits_cuda_flash, _run(CudaFlash), equal_dims_on=("cuda",)),
+    Kernel("cpu flash", _fits_cpu_flash, _run(CpuFlash), equal_dims_on=("cpu",)),
+    Kernel("plain", lambda call: True, _run(PlainBlocks)),
+)

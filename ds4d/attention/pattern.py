@@ -1,0 +1,95 @@
+"""What the mask functions of transformers mean.
+
+transformers composes a mask out of closures (``masking_utils.py``): causal AND window AND packed
+sequences AND ... All closures that one factory returns share one code object; by it the known ones
+are told apart and read. What is not known stays a function that is evaluated: slower, never
+different.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from types import CodeType
+
+import torch
+from transformers import masking_utils as hf
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What is known about a mask function without evaluating it. Indices are global ones.
+
+    Attributes:
+        causal: a visible key never stands after its query.
+        window: a visible key stands fewer than this many tokens before its query.
+        segments: int [B, S]: a visible key has its query's number (packed sequences).
+        exact: the mask is the three above and nothing else; if False it must be evaluated, and the
+            three are bounds that hold all the same.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    segments: torch.Tensor | None = None
+    exact: bool = True
+
+
+UNKNOWN = Pattern(exact=False)
+
+
+def describe(mask_function: Callable) -> Pattern:
+    """What is known about one of transformers' mask functions."""
+    code = getattr(mask_function, "__code__", None)
+    names, read = _READERS.get(code, ((), None))
+    if read is None or code.co_freevars != names:
+        return UNKNOWN
+    return read(*(cell.cell_contents for cell in mask_function.__closure__ or ()))
+
+
+def _both(a: Pattern, b: Pattern) -> Pattern:
+    windows = [w for w in (a.window, b.window) if w is not None]
+    return Pattern(
+        causal=a.causal or b.causal,
+        window=min(windows, default=None),
+        segments=a.segments if b.segments is None else b.segments,
+        exact=a.exact and b.exact and (a.segments is None or b.segments is None),
+    )
+
+
+def _and(mask_functions: tuple[Callable, ...]) -> Pattern:
+    return reduce(_both, map(describe, mask_functions))
+
+
+def _chunked(chunk_size: int, left_padding: torch.Tensor) -> Pattern:
+    return Pattern(window=chunk_size, exact=False)  # two tokens of a chunk are closer than its size
+
+
+def _remap(mask_function: Callable, position_ids: torch.Tensor) -> Pattern:
+    # Within a packed sequence positions count as indices do, so causality and windows, which are
+    # about distances, are the same in both; transformers always adds the sequences' own mask.
+    return describe(mask_function)
+
+
+def _code(factory: Callable, *args: object) -> CodeType:
+    return factory(*args).__code__
+
+
+_CAUSAL = hf.causal_mask_function
+
+# Code object -> the names that it captures (in Python's order: by the alphabet), and their reader.
+_READERS: dict[CodeType, tuple[tuple[str, ...], Callable[..., Pattern]]] = {
+    _CAUSAL.__code__: ((), lambda: Pattern(causal=True)),
+    hf.bidirectional_mask_function.__code__: ((), Pattern),
+    _code(hf.and_masks, _CAUSAL): (("mask_functions",), _and),
+    _code(hf.sliding_window_overlay, 1): (("sliding_window",), lambda w: Pattern(window=w)),
+    _code(hf.chunked_overlay, 1, None): (("chunk_size", "left_padding"), _chunked),
+    _code(hf.packed_sequence_mask_function, None): (
+        ("packed_sequence_mask",),
+        lambda numbers: Pattern(segments=numbers),
+    ),
+    _code(hf.remap_positions_for_packed_sequence, _CAUSAL, None): (
+        ("mask_function", "position_ids"),
+        _remap,
+    ),
+}
