@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Mapping
 
-# The dicts are JSON Schema words, merged into the field's schema.
-Count = Annotated[int, {"minimum": 1}]
-NonNegative = Annotated[int, {"minimum": 0}]
-Positive = Annotated[float, {"exclusiveMinimum": 0}]
-Slice = Annotated[str, {"pattern": r"^(-?\d+%?)?:(-?\d+%?)?$", "examples": ["95%:", "100:200"]}]
+# A pair is a JSON Schema word and its value, merged into the field's schema.
+Count = Annotated[int, ("minimum", 1)]
+NonNegative = Annotated[int, ("minimum", 0)]
+Positive = Annotated[float, ("exclusiveMinimum", 0)]
+Slice = Annotated[
+    str, ("pattern", r"^(-?\d+%?)?:(-?\d+%?)?$"), ("examples", ("95%:", "100:200"))
+]
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class TokenizerConfig:
     path: str | None = None
     """Tokenizer folder or hub id."""
 
-    vocab_size: Annotated[int, {"minimum": 257}] | None = None
+    vocab_size: Annotated[int, ("minimum", 257)] | None = None
     """Train a byte-level BPE of this size, once, on the training source. At least the 256 bytes and
     an end-of-text token."""
 
@@ -73,7 +75,7 @@ class TokenizerConfig:
 class DataConfig:
     """What the model reads, and how it is cut into samples."""
 
-    seq_len: Annotated[int, {"minimum": 2}]
+    seq_len: Annotated[int, ("minimum", 2)]
     """Tokens in one sample."""
 
     train: SourceConfig
