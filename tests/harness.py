@@ -83,7 +83,8 @@ def _collect(workers: list[_Worker], deadline: float, timeout: float):
                 ok, value = pipe.recv()
             except EOFError:
                 workers[rank].process.join(5)
-                ok, value = False, f"the worker exited with code {workers[rank].process.exitcode}"
+                code, log = workers[rank].process.exitcode, workers[rank].stacks.with_suffix(".log")
+                ok, value = False, f"the worker exited with code {code}:\n{log.read_text()[-2000:]}"
             if ok:
                 results[rank] = value
             else:
@@ -127,6 +128,9 @@ def _get_workers(count: int) -> list[_Worker]:
 
 def _serve(pipe: Connection, stacks: Path) -> None:
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)
+    with open(stacks.with_suffix(".log"), "w") as log:  # the libraries' chatter
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     sys.path.insert(0, str(ROOT))
     import torch
 
@@ -167,15 +171,20 @@ def _enter(rank: int, world_size: int, folder: str) -> None:
 
 
 def _leave() -> None:
-    """Forget the case: DeepSpeed keeps its communicator and the user's mpu in module globals."""
+    """Forget the case: DeepSpeed keeps its communicator, the user's mpu and the running numbers
+    of parameters and modules, which it compares across ranks, in globals."""
     import gc
 
     import torch.distributed as dist
     from deepspeed.comm import comm
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.utils import groups
 
     groups.mpu = None
     comm.cdb = None
+    Init.param_id = 0
+    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()

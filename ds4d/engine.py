@@ -1,0 +1,290 @@
+"""The one face of training: ``train_step(micro_batches) -> StepResult``, over DeepSpeed.
+
+What happens in a step, and who takes part:
+
+1. count: the valid targets of all micro-batches, summed over dp x cp; under way while the first
+   forward pass runs;
+2. each micro-batch: forward, loss = (sum over its targets) * dp * cp / count, backward. DeepSpeed
+   averages gradients over dp x cp; the factor undoes it, so that what is accumulated is the
+   gradient of the mean over the global batch, however unequal the counts;
+3. step: norm, clipping, optimizer, schedule (DeepSpeed), skipped when anything is not finite;
+4. report: the loss, summed over dp x cp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Sequence
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import BFLOAT16, DeepSpeedEngine
+from torch import Tensor, nn
+
+from ds4d import optimizer_state
+from ds4d.checkpoint.logical import LogicalTensor
+from ds4d.config.deepspeed_json import to_deepspeed
+from ds4d.config.types import RunConfig
+from ds4d.data.batch import MicroBatch
+from ds4d.loss import count_targets, sum_cross_entropy
+from ds4d.mesh import DeepSpeedMpu, Mesh
+from ds4d.optim import build_optimizer, build_scheduler
+
+Partition = Callable[[nn.Module], None]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Of one optimizer step; the same on every rank.
+
+    Attributes:
+        loss: mean over the valid targets of the global batch.
+        grad_norm: L2 norm of the whole gradient before clipping.
+        tokens: valid targets in the global batch.
+        lr: the learning rate used.
+        skipped: not finite, so weights, moments and schedule were left alone.
+        loss_scale: of fp16, else None.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    lr: float
+    skipped: bool
+    loss_scale: float | None
+
+
+class _ZeroEngine(DeepSpeedEngine):
+    """DeepSpeed's engine, with its gaps on ZeRO stage 0 and the CPU closed (shared/deepspeed_facts.md 2, 3)."""
+
+    def _do_sanity_check(self):
+        # torch computes fp16 on every CPU; DeepSpeed wants special instructions for it.
+        accelerator = get_accelerator()
+        if accelerator.device_name() == "cpu":
+            accelerator.is_fp16_supported = lambda: True
+        super()._do_sanity_check()
+
+    def _do_optimizer_sanity_check(self, basic_optimizer):
+        # bf16 without ZeRO would accumulate in bf16; the optimizer that DeepSpeed's pipeline uses
+        # there accumulates in fp32.
+        if self.bfloat16_enabled() and not self.zero_optimization():
+            return BFLOAT16
+        return super()._do_optimizer_sanity_check(basic_optimizer)
+
+    def _take_model_step(self, lr_kwargs):
+        # fp32 without ZeRO has no wrapper: no norm is kept and a non-finite step is taken.
+        if self.optimizer is not self.basic_optimizer:
+            return super()._take_model_step(lr_kwargs)
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        self._global_grad_norm = norm
+        self._step_applied = bool(torch.isfinite(norm))
+        if self._step_applied:
+            if self.gradient_clipping() > 0.0:
+                groups = [p for p in self.module.parameters() if p.grad is not None]
+                torch.nn.utils.clip_grads_with_norm_(groups, self.gradient_clipping(), norm)
+            self.optimizer.step()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        else:
+            self.skipped_steps += 1
+        self.zero_grad()
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+
+
+def _partition_for(config: dict[str, Any], mpu: DeepSpeedMpu) -> Partition:
+    """ZeRO-3's conversion of the parameters that a module itself owns."""
+    context = deepspeed.zero.Init(
+        module=nn.Identity(),
+        data_parallel_group=mpu.get_data_parallel_group(),
+        config_dict_or_path=config,
+        mpu=mpu,
+    )
+
+    def partition(module: nn.Module) -> None:
+        context._convert_to_zero_parameters(module.parameters(recurse=False))
+
+    return partition
+
+
+class Engine:
+    """One model on one layout. Every method is collective over the world unless it says so."""
+
+    def __init__(self, module: nn.Module, engine: DeepSpeedEngine, mesh: Mesh, device) -> None:
+        self.module = module
+        self.device = device
+        self._engine = engine
+        self._mesh = mesh
+        self._group = mesh.group("dp_cp")
+        self._group_size = mesh.size("dp_cp")
+
+    @classmethod
+    def create(
+        cls,
+        run: RunConfig,
+        mesh: Mesh,
+        build: Callable[[Partition | None], nn.Module],
+        *,
+        device: torch.device,
+        total_steps: int,
+    ) -> "Engine":
+        """Build the model and wrap it. This is the only caller of DeepSpeed's engine.
+
+        Args:
+            build: makes the model on ``device``; under ZeRO-3 it is given a function to be
+                called on each module as soon as its own parameters are filled, which leaves
+                only this rank's part of them.
+            total_steps: optimizer steps of the whole run, for the schedule.
+        """
+        config = to_deepspeed(run, on_cpu=device.type == "cpu")
+        mpu = DeepSpeedMpu(mesh)
+        model = build(_partition_for(config, mpu) if run.zero_stage == 3 else None)
+        optimizer = build_optimizer(
+            model.named_parameters(),
+            run.deepspeed["optimizer"],
+            decay_all=run.training.decay_all,
+        )
+        scheduler = build_scheduler(
+            optimizer, run.deepspeed.get("scheduler"), total_steps=total_steps
+        )
+        engine = _ZeroEngine(
+            args=None,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=None,
+            lr_scheduler=scheduler,
+            mpu=mpu,
+            dist_init_required=False,
+            config=config,
+            config_class=DeepSpeedConfig(config, mpu),
+        )
+        optimizer_state.forget_dummy_step(engine.optimizer)
+        return cls(model, engine, mesh, device)
+
+    @property
+    def lr(self) -> float:
+        return float(self._engine.optimizer.param_groups[0]["lr"])
+
+    @property
+    def monitor(self) -> Any:
+        """DeepSpeed's own tensorboard / wandb / csv writers."""
+        return self._engine.monitor
+
+    def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        """One optimizer step on this rank's share of the global batch.
+
+        Args:
+            micro_batches: ``gradient_accumulation_steps`` of them, on any device.
+        """
+        engine = self._engine
+        lr = self.lr
+        loss_sum = torch.zeros((), dtype=torch.float32, device=self.device)
+        tokens = sum(count_targets(batch.targets) for batch in micro_batches).to(self.device)
+        counting = dist.all_reduce(tokens, group=self._group, async_op=True)
+        skipped_before = engine.skipped_steps
+        engine.train()
+        for index, batch in enumerate(micro_batches):
+            batch = batch.to(self.device)
+            loss = sum_cross_entropy(self._logits(batch), batch.targets)
+            if index == 0:
+                counting.wait()
+            loss = loss / tokens.clamp(min=1)
+            loss_sum += loss.detach()
+            engine.backward(loss * self._group_size, scale_wrt_gas=False)
+            engine.step()
+        dist.all_reduce(loss_sum, group=self._group)
+        norm = engine.get_global_grad_norm()
+        return StepResult(
+            loss=float(loss_sum),
+            grad_norm=float("nan") if norm is None else float(norm),
+            tokens=int(tokens),
+            lr=lr,
+            skipped=engine.skipped_steps > skipped_before,
+            loss_scale=float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None,
+        )
+
+    @torch.no_grad()
+    def eval_step(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """(sum of token losses, count of valid targets), float64 scalars, of this rank alone.
+
+        Every rank must call as often, for under ZeRO-3 the forward pass is collective.
+        """
+        self._engine.eval()
+        batch = batch.to(self.device)
+        loss = sum_cross_entropy(self._logits(batch), batch.targets)
+        return loss.double(), count_targets(batch.targets).double()
+
+    def _logits(self, batch: MicroBatch) -> Tensor:
+        documents = {} if batch.documents is None else {"documents": batch.documents}
+        output = self._engine(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            **documents,
+        )
+        return output.logits
+
+    def logical_state(self) -> dict[str, LogicalTensor]:
+        """Weights, optimizer state and buffers as logical tensors; views, nothing is copied.
+
+        Optimizer state that does not exist yet (before the first step) is absent.
+        """
+        return optimizer_state.logical_state(self._engine)
+
+    def scalars(self) -> dict[str, Any]:
+        """What else the optimizer, schedule and loss scale are made of, as JSON."""
+        return optimizer_state.scalars(self._engine)
+
+    @contextmanager
+    def restoring(self, scalars: dict[str, Any]) -> Iterator[dict[str, LogicalTensor]]:
+        """Give out the state to be filled in place, then put it to use.
+
+        Args:
+            scalars: as ``scalars()`` returned when the checkpoint was written.
+        """
+        optimizer_state.allocate(self._engine, scalars)
+        yield optimizer_state.logical_state(self._engine)
+        optimizer_state.publish(self._engine)
+
+
+def find_nonfinite(engine: Engine, micro_batches: Sequence[MicroBatch]) -> str | None:
+    """Repeat a step that was not finite, without an update, and name the first bad tensor.
+
+    Collective over the world. Gradients are left behind: the caller ends the run.
+
+    Returns:
+        one line with rank, pass, module and tensor, of the lowest rank that found one.
+    """
+    found: list[str] = []
+    names = {module: name or "the model" for name, module in engine.module.named_modules()}
+
+    def watch(what: str):
+        def hook(module: nn.Module, _inputs: Any, outputs: Any) -> None:
+            tensors = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+            for tensor in tensors:
+                if isinstance(tensor, Tensor) and tensor.is_floating_point() and not found:
+                    if not torch.isfinite(tensor).all():
+                        found.append(f"{what} of {names[module]}")
+
+        return hook
+
+    leaves = [module for module in names if not list(module.children())]
+    handles = [module.register_forward_hook(watch("the output")) for module in leaves]
+    handles += [
+        module.register_full_backward_hook(watch("the gradient at the input")) for module in leaves
+    ]
+    for batch in micro_batches:
+        batch = batch.to(engine.device)
+        loss = sum_cross_entropy(engine._logits(batch), batch.targets)
+        engine._engine.backward(loss, scale_wrt_gas=False)
+    for handle in handles:
+        handle.remove()
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found[0] if found else None)
+    return next((f"rank {r}: {what}" for r, what in enumerate(everyone) if what), None)

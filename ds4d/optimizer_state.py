@@ -1,0 +1,302 @@
+"""DeepSpeed's optimizers, read as logical tensors: the one place that knows how each ZeRO stage
+lays weights and moments out in memory.
+
+Whatever the stage, the trainable state is a list of *flats*: tensors that the wrapped torch
+optimizer steps on, each a row of segments that belong to named parameters:
+
+    stage 0, fp32        a flat is a parameter, whole
+    stage 0, fp16        a flat is the fp32 copy of a parameter, whole
+    stage 0, bf16        a flat is this rank's equal part of a parameter group (BF16_Optimizer)
+    stages 1, 2          the same (DeepSpeedZeroOptimizer)
+    stage 3              a flat is a sub-group; each parameter in it is split over the ranks
+
+``Segment`` says which elements of which parameter lie where; from it follow the boxes of the
+logical tensors, as views, for the weights and for every optimizer state of the same length.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Iterator
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+
+from ds4d.checkpoint.logical import LogicalTensor, Piece, boxes_of_range
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [start, stop) of parameter ``name`` lie at ``offset`` of a flat."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Flat:
+    """``key`` is what the torch optimizer's ``state`` is indexed by; ``data`` its elements."""
+
+    key: Tensor
+    data: Tensor
+    group: int
+    segments: tuple[Segment, ...]
+
+
+def _whole(engine: DeepSpeedEngine, groups, copies) -> Iterator[Flat]:
+    for index, (params, keys) in enumerate(zip(groups, copies)):
+        for param, key in zip(params, keys):
+            segment = Segment(
+                engine.param_names[param], tuple(param.shape), 0, param.numel(), 0
+            )
+            yield Flat(key, key.detach().view(-1), index, (segment,))
+
+
+def _plain_flats(engine: DeepSpeedEngine) -> Iterator[Flat]:
+    groups = [group["params"] for group in engine.optimizer.param_groups]
+    return _whole(engine, groups, groups)
+
+
+def _fp16_flats(engine: DeepSpeedEngine) -> Iterator[Flat]:
+    return _whole(engine, engine.optimizer.fp16_groups, engine.optimizer.fp32_groups)
+
+
+def _partition_flats(
+    engine: DeepSpeedEngine, groups, offsets, partitions: list[Tensor]
+) -> Iterator[Flat]:
+    """A group's parameters stand in a row, cut into equal parts, one a rank."""
+    rank = dist.get_rank(engine.optimizer.dp_process_group)
+    for index, (params, starts, data) in enumerate(zip(groups, offsets, partitions)):
+        left = rank * data.numel()
+        right = left + data.numel()
+        segments = []
+        for param, first in zip(params, starts):
+            start, stop = max(first, left), min(first + param.numel(), right)
+            if start < stop:
+                segments.append(
+                    Segment(
+                        engine.param_names[param],
+                        tuple(param.shape),
+                        start - first,
+                        stop - first,
+                        start - left,
+                    )
+                )
+        yield Flat(data, data.detach(), index, tuple(segments))
+
+
+def _bf16_flats(engine: DeepSpeedEngine) -> Iterator[Flat]:
+    groups = engine.optimizer.bf16_groups
+    offsets = []
+    for params in groups:
+        sizes = [param.numel() for param in params]
+        offsets.append([sum(sizes[:i]) for i in range(len(sizes))])
+    return _partition_flats(engine, groups, offsets, engine.optimizer.fp32_groups_flat_partition)
+
+
+def _zero12_flats(engine: DeepSpeedEngine) -> Iterator[Flat]:
+    optimizer = engine.optimizer
+    return _partition_flats(
+        engine,
+        optimizer.round_robin_bit16_groups,
+        optimizer.round_robin_bit16_offsets,
+        optimizer.single_partition_of_fp32_groups,
+    )
+
+
+def _zero3_flats(engine: DeepSpeedEngine) -> Iterator[Flat]:
+    optimizer = engine.optimizer
+    for index, params in enumerate(optimizer.fp16_groups):
+        data = optimizer.fp32_partitioned_groups_flat[index]
+        segments, offset = [], 0
+        for param in params:
+            part = param.ds_tensor.ds_numel
+            start = dist.get_rank(param.ds_process_group) * part
+            stop = min(start + part, param.ds_numel)
+            if start < stop:
+                name = engine.param_names[param]
+                segments.append(Segment(name, tuple(param.ds_shape), start, stop, offset))
+            offset += part
+        yield Flat(data, data.detach(), optimizer.sub_group_to_group_id[index], tuple(segments))
+
+
+def _flats(engine: DeepSpeedEngine) -> Iterator[Flat]:
+    for kind, flats in (
+        (BF16_Optimizer, _bf16_flats),
+        (DeepSpeedZeroOptimizer_Stage3, _zero3_flats),
+        (DeepSpeedZeroOptimizer, _zero12_flats),
+        (FP16_UnfusedOptimizer, _fp16_flats),
+        (torch.optim.Optimizer, _plain_flats),
+    ):
+        if isinstance(engine.optimizer, kind):
+            return flats(engine)
+    raise TypeError(f"{type(engine.optimizer).__name__}: an optimizer of DeepSpeed unknown here")
+
+
+def _inner(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
+    """The torch optimizer inside DeepSpeed's wrapper, or the optimizer itself."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
+def logical_state(engine: DeepSpeedEngine) -> dict[str, LogicalTensor]:
+    """Everything that a checkpoint holds, as views on the live storage of this rank."""
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    pieces: dict[str, list[Piece]] = {}
+    state = _inner(engine).state
+    trainable = {engine.param_names[p]: p for p in engine.module.parameters() if p.requires_grad}
+    kinds = _state_kinds(engine)
+    for name, param in trainable.items():
+        shape = tuple(getattr(param, "ds_shape", param.shape))
+        for kind in ("weight", *kinds):
+            shapes[f"{kind}/{name}"] = (shape, torch.float32)
+    for flat in _flats(engine):
+        tensors = {"weight": flat.data} | {kind: state[flat.key][kind].view(-1) for kind in kinds}
+        for segment in flat.segments:
+            for kind, tensor in tensors.items():
+                key = f"{kind}/{segment.name}"
+                pieces.setdefault(key, []).extend(_pieces(tensor, segment))
+                shapes[key] = (segment.shape, tensor.dtype)
+    for key, shape, tensor in _untrained(engine):
+        shapes[key] = (shape, tensor.dtype)
+        pieces[key] = [Piece((0,) * tensor.dim(), tensor)]
+    return {
+        key: LogicalTensor(shape, dtype, tuple(pieces.get(key, ())))
+        for key, (shape, dtype) in shapes.items()
+    }
+
+
+def _pieces(flat: Tensor, segment: Segment) -> Iterator[Piece]:
+    offset = segment.offset
+    for offsets, sizes in boxes_of_range(segment.shape, segment.start, segment.stop):
+        count = math.prod(sizes)
+        yield Piece(offsets, flat[offset : offset + count].view(sizes))
+        offset += count
+
+
+def _untrained(engine: DeepSpeedEngine) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+    """Frozen parameters and persistent buffers, whole on every rank."""
+    module: nn.Module = engine.module
+    for name, param in module.named_parameters():
+        if not param.requires_grad:
+            yield f"weight/{name}", tuple(param.shape), param.data
+    persistent = set(module.state_dict(keep_vars=True)) - {n for n, _ in module.named_parameters()}
+    for name, buffer in module.named_buffers():
+        if name in persistent:
+            yield f"buffer/{name}", tuple(buffer.shape), buffer
+
+
+def _state_kinds(engine: DeepSpeedEngine) -> tuple[str, ...]:
+    """The words of the optimizer's per-element state, empty before the first step."""
+    for flat in _flats(engine):
+        entry = _inner(engine).state.get(flat.key, {})
+        return tuple(
+            kind
+            for kind, value in entry.items()
+            if isinstance(value, Tensor) and value.dim() and value.numel() == flat.data.numel()
+        )
+    return ()
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0)
+
+
+def scalars(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """The state that is not per element: step counts and learning rates by group name, the
+    schedule, the loss scale. The same on every rank and for every layout."""
+    inner = _inner(engine)
+    groups: dict[str, dict[str, Any]] = {}
+    for flat in _flats(engine):
+        group = inner.param_groups[flat.group]
+        entry = inner.state.get(flat.key, {})
+        groups[group["name"]] = {
+            "lr": float(group["lr"]),
+            "state": {k: float(v) for k, v in entry.items() if _is_scalar(v)},
+        }
+    schedule = engine.lr_scheduler.state_dict() if engine.lr_scheduler else {}
+    return {
+        "kinds": list(_state_kinds(engine)),
+        "groups": groups,
+        "schedule": {k: v for k, v in schedule.items() if k != "lr_lambdas"},
+        "loss_scale": _loss_scale(engine),
+        "skipped_steps": engine.skipped_steps,
+    }
+
+
+def _scaler(engine: DeepSpeedEngine) -> Any:
+    """DeepSpeed keeps the dynamic loss scale in one of two objects."""
+    for attribute in ("loss_scaler", "loss_scale_config"):
+        if hasattr(engine.optimizer, attribute):
+            return getattr(engine.optimizer, attribute)
+    return None
+
+
+def _loss_scale(engine: DeepSpeedEngine) -> dict[str, float]:
+    scaler = _scaler(engine) if engine.fp16_enabled() else None
+    if scaler is None:
+        return {}
+    return {k: v for k, v in vars(scaler).items() if type(v) in (int, float)}
+
+
+@torch.no_grad()
+def allocate(engine: DeepSpeedEngine, saved: dict[str, Any]) -> None:
+    """Make the optimizer state that ``saved`` speaks of, to be filled in place, and set the
+    scalars. A checkpoint from before the first step brings none."""
+    inner = _inner(engine)
+    for flat in _flats(engine):
+        group = inner.param_groups[flat.group]
+        entry = saved["groups"][group["name"]]
+        group["lr"] = entry["lr"]
+        if saved["kinds"]:
+            state: dict[str, Any] = {
+                key: torch.tensor(value, dtype=torch.float32, device=flat.key.device)
+                for key, value in entry["state"].items()
+            }
+            state |= {kind: torch.zeros_like(flat.key) for kind in saved["kinds"]}
+            inner.state[flat.key] = state
+    if engine.lr_scheduler is not None:
+        lambdas = {"lr_lambdas": [None] * len(inner.param_groups)}  # LambdaLR wants the key
+        engine.lr_scheduler.load_state_dict(saved["schedule"] | lambdas)
+    if saved["loss_scale"]:
+        vars(_scaler(engine)).update(saved["loss_scale"])
+    engine.skipped_steps = saved["skipped_steps"]
+
+
+@torch.no_grad()
+def publish(engine: DeepSpeedEngine) -> None:
+    """Bring changed master weights into the parameters that the model computes with.
+
+    Collective over dp x cp under ZeRO.
+    """
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        for index in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+    elif isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
+        optimizer.update_lp_params()
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+        for params, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups):
+            for param, master in zip(params, masters):
+                param.copy_(master)
+
+
+def forget_dummy_step(optimizer: Any) -> None:
+    """DeepSpeed's fp16 wrapper takes a step with zero gradients when it is made, to allocate
+    moments: it would count as step 1 and decay the weights. Undo it."""
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        optimizer.optimizer.state.clear()
+        for params, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups):
+            for param, master in zip(params, masters):
+                master.data.copy_(param.data)
