@@ -11,19 +11,27 @@ import math
 import random
 import signal
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from ds4d import attention, model, runtime
-from ds4d.checkpoint import find, load, save
+from ds4d.checkpoint.errors import CheckpointError
+from ds4d.checkpoint.find import find, list_checkpoints
+from ds4d.checkpoint.load import load, read_extra
+from ds4d.checkpoint.save import save
+from ds4d.config.errors import ConfigError, Problem
+from ds4d.config.load import load as load_config
 from ds4d.config.load import resolved
+from ds4d.config.report import layout
 from ds4d.config.types import RunConfig
+from ds4d.data.batch import MicroBatch
 from ds4d.data.errors import DataError
 from ds4d.data.loader import TrainLoader, eval_batches
 from ds4d.data.order import SampleOrder
@@ -32,10 +40,91 @@ from ds4d.engine import Engine, StepResult, find_nonfinite
 from ds4d.evaluate import evaluate
 from ds4d.mesh import Mesh
 from ds4d.monitor import Monitor
+from ds4d.monitor.flops import model_flops, peak_tflops
+
+T = TypeVar("T")
 
 
 class NonFiniteError(RuntimeError):
     """Too many steps in a row were skipped because something was not finite."""
+
+
+def main(
+    rank: runtime.Rank, config: Path, *, overrides: Sequence[str] = (), resume: str | None = None
+) -> int:
+    """Train as one rank of a job. Returns the exit code.
+
+    Args:
+        rank: this process, as ``runtime.run_rank`` made it; process groups do not exist yet.
+        config: the JSON file.
+        overrides: ``dotted.key=value`` each.
+        resume: "auto", "latest", the path of a checkpoint, or None to begin anew.
+
+    Collective: the world.
+    """
+    run = load_config(config, overrides=overrides, world_size=rank.launch.world_size)
+    _refuse_occupied(rank.output, resume)
+    data = prepare(run, local_rank=rank.launch.local_rank)
+    rank.init_distributed(run.training.process_group_timeout_seconds)
+    _check_hosts_agree(data)
+    trainer = Trainer(run, data, rank.output, rank.device)
+    checkpoint = trainer.find_checkpoint(resume)
+    if checkpoint is not None:
+        trainer.restore(checkpoint)
+    if rank.launch.rank == 0:
+        _write_run_folder(run, data, rank.output)
+    with trainer.make_monitor() as monitor:
+        for note in run.notes:
+            monitor.note(f"note: {note}")
+        if checkpoint is not None:
+            monitor.resumed(checkpoint, trainer.progress.step)
+        trainer.train(monitor)
+        monitor.finished()
+    return 0
+
+
+def _refuse_occupied(output: Path, resume: str | None) -> None:
+    """Beginning anew in the folder of another run would mix the two."""
+    if resume is None and list_checkpoints(output):
+        text = "this run folder has checkpoints; continue with --resume auto, or give another one"
+        raise ConfigError([Problem("--output", f"{output}: {text}")])
+
+
+def _check_hosts_agree(data: PreparedData) -> None:
+    """Hosts without a shared file system each prepared their own data: it must be the same."""
+    mine = {name: report["key"] for name, report in data.report.items()}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    other = next((rank for rank, keys in enumerate(everyone) if keys != everyone[0]), None)
+    if other is not None:
+        raise DataError(
+            f"rank {other} has other data than rank 0 (keys {everyone[other]} and {everyone[0]}): "
+            f"the files, the tokenizer or the installed versions differ between their hosts"
+        )
+
+
+def _write_run_folder(run: RunConfig, data: PreparedData, output: Path) -> None:
+    """``config.resolved.json``, which loads again, and the tokenizer, for export."""
+    facts = {"versions": runtime.versions(), "layout": layout(run), "data": data.report}
+    whole = resolved(run)
+    whole["ds4d"] = {**whole["ds4d"], "resolved": facts}
+    (output / "config.resolved.json").write_text(json.dumps(whole, indent=2) + "\n")
+    if data.tokenizer is not None:
+        data.tokenizer.save_pretrained(output / "tokenizer")
+
+
+def _from_rank_0(make: Callable[[], T]) -> T:
+    """What rank 0 finds in the file system holds for all; so does its error. Collective."""
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = make()
+        except CheckpointError as error:
+            answer[1] = error
+    dist.broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
 
 
 @dataclass
@@ -67,7 +156,10 @@ class Trainer:
         self.total_steps = total_steps(run, len(data.train))
         self.progress = Progress()
         self._seed_everything()
-        self.hf_config = model.hf_config(run.model, vocab_size=data.vocab_size)
+        attention.register()
+        self.hf_config = model.hf_config(
+            run.model, vocab_size=data.vocab_size, tokenizer=data.tokenizer
+        )
         self.engine = Engine.create(
             run,
             self.mesh,
@@ -115,7 +207,7 @@ class Trainer:
                     break
                 started = time.perf_counter()
 
-    def _loader(self) -> Iterator[list]:
+    def _loader(self) -> Iterator[list[MicroBatch]]:
         if self.progress.step >= self.total_steps:
             return iter(())
         order = SampleOrder(len(self.data.train), self.run.training.seed, self.run.data.shuffle)
@@ -131,7 +223,7 @@ class Trainer:
             )
         )
 
-    def _judge(self, result: StepResult, micro_batches: list) -> None:
+    def _judge(self, result: StepResult, micro_batches: list[MicroBatch]) -> None:
         """Count the step; stop when too many in a row were not finite."""
         progress = self.progress
         progress.step += 1
@@ -193,7 +285,7 @@ class Trainer:
 
     def save(self, monitor: Monitor) -> None:
         """Write a checkpoint of the present step. Collective over the world."""
-        folder = save.save(
+        folder = save(
             self.output,
             self.progress.step,
             self.engine.logical_state(),
@@ -211,29 +303,59 @@ class Trainer:
         )
         monitor.saved(folder)
 
-    def resume(self, which: str, monitor: Monitor) -> None:
-        """Continue from a checkpoint: ``auto``, ``latest`` or a path. Collective over the world."""
-        folder = find.find(self.output, which)
-        if folder is None:
-            return
-        extra = load.read_extra(folder)
-        self._check_continues(extra["config"])
+    def find_checkpoint(self, which: str | None) -> Path | None:
+        """What ``--resume`` means in this run folder. Collective over the world.
+
+        Raises:
+            CheckpointError: it names one that is not there or not complete.
+        """
+        return _from_rank_0(lambda: None if which is None else find(self.output, which))
+
+    def restore(self, folder: Path) -> None:
+        """Continue from a checkpoint, of this layout or another. Collective over the world."""
+        extra = read_extra(folder)
         with self.engine.restoring(extra["optimizer"]) as state:
-            rank_state = load.load(folder, state)
+            _, rank_state = load(folder, state)
         if rank_state is not None:
             _set_random_state(rank_state)
         self.progress = Progress(
             extra["step"], extra["consumed_samples"], extra["skipped_in_a_row"]
         )
-        monitor.resumed(folder, self.progress.step)
 
-    def _check_continues(self, saved: dict[str, Any]) -> None:
-        """The position in the data is a sample count: it means something else in other data."""
-        for key in ("train", "seq_len", "packing", "shuffle", "long_documents"):
-            before, now = saved["ds4d"]["data"].get(key), resolved(self.run)["ds4d"]["data"].get(key)
-            if before != now:
-                monitor_note = f"ds4d.data.{key}: was {json.dumps(before)}, is {json.dumps(now)}"
-                runtime.warn(f"{monitor_note}; the position in the data restarts in the new data")
+    # -- what the user sees -----------------------------------------------------------------
+
+    def make_monitor(self) -> Monitor:
+        """For the steps that are left."""
+        device = self.engine.device
+        peak = self.run.monitor.peak_tflops
+        if peak is None and device.type == "cuda":
+            peak = peak_tflops(torch.cuda.get_device_name(device))
+        return Monitor(
+            self.output,
+            is_speaker=self.mesh.rank == 0,
+            total_steps=self.total_steps,
+            start=self.progress.step,
+            num_devices=self.run.parallel.world_size,
+            flops_per_step=self._flops_per_step(),
+            peak_tflops=peak,
+            plot=self.run.monitor.plot,
+        )
+
+    def _flops_per_step(self) -> float:
+        """Model FLOPs of an average global batch: attention is quadratic in each document."""
+        count = len(self.data.train)
+        taken = range(0, count, max(1, count // 64))
+        squares = sum(_square_of_lengths(self.data.train[i].document_ids) for i in taken)
+        seq_len = self.run.data.seq_len
+        mean = squares / len(taken) if squares else seq_len**2
+        return self.run.batch.train * model_flops(self.hf_config).of_sequences(seq_len, mean)
+
+
+def _square_of_lengths(document_ids: torch.Tensor | None) -> int:
+    if document_ids is None:
+        return 0
+    _, lengths = document_ids.unique_consecutive(return_counts=True)
+    return int((lengths**2).sum())
 
 
 def _due(every: int | None, step: int, last: bool) -> bool:
@@ -261,7 +383,7 @@ def _stop_on_sigterm(policy: str) -> Iterator[_Stop]:
 
 
 def _random_state() -> dict[str, Any]:
-    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "step": 0}
+    state = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state

@@ -1,0 +1,213 @@
+"""What ds4d costs over raw loops: CPU seconds a step, all contestants in one run.
+
+    python -m benchmarks.overhead [--rounds 8] [--steps 2] [--json]
+
+Two gloo ranks, one thread each; the model of shared/peers.md section 1 (8.0 M parameters, sequence
+512, 4 sequences a step, micro-batch 1, AdamW, fp32). Every contestant is built once in the same two
+processes; then they take turns, so that a busy machine slows all alike. The figure is CPU time
+summed over both ranks; the ratio is the median over the rounds of ds4d / peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+
+MODEL = {
+    "model_type": "llama", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704,
+    "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
+SEQ_LEN, SEQUENCES, DP = 512, 4, 2
+ACCUMULATION = SEQUENCES // DP
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0}}
+PAIRS = [("ds4d zero-0", "torch DDP")] + [(f"ds4d zero-{s}", f"DeepSpeed zero-{s}") for s in (1, 2, 3)]
+
+Step = Callable[[list[torch.Tensor]], None]
+
+
+def plain_model(attn: str = "sdpa") -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**MODEL)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attn).train()
+
+
+def torch_ddp() -> Step:
+    """The loop that everybody writes first."""
+    model = torch.nn.parallel.DistributedDataParallel(plain_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+
+    def step(batches: list[torch.Tensor]) -> None:
+        for index, ids in enumerate(batches):
+            model.require_backward_grad_sync = index == len(batches) - 1
+            (model(input_ids=ids, labels=ids, use_cache=False).loss / len(batches)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def raw_deepspeed(stage: int) -> Step:
+    """A bare DeepSpeed loop, as its getting-started page has it."""
+    import deepspeed
+
+    model = plain_model()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": ACCUMULATION,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": stage},
+            "steps_per_print": 10**9,
+        },
+    )
+
+    def step(batches: list[torch.Tensor]) -> None:
+        for ids in batches:
+            engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+            engine.step()
+
+    return step
+
+
+def ds4d(stage: int) -> Step:
+    """The same through ds4d's engine."""
+    from ds4d import attention
+    from ds4d.config.load import load
+    from ds4d.data.batch import IGNORE, MicroBatch
+    from ds4d.engine import Engine
+    from ds4d.mesh import Mesh
+
+    run = load(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": ACCUMULATION,
+            "optimizer": OPTIMIZER,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": stage},
+            "ds4d": {
+                "model": {"config": MODEL},
+                "data": {
+                    "seq_len": SEQ_LEN,
+                    "packing": "concat",
+                    "tokenizer": {"vocab_size": 4096},
+                    "train": {"type": "python_stdlib"},
+                },
+                "training": {"steps": 1000},
+            },
+        },
+        world_size=DP,
+    )
+
+    def build(partition):
+        model = plain_model(attention.register())
+        for module in model.modules() if partition else ():
+            partition(module)
+        return model
+
+    mesh = Mesh.create(run.parallel)
+    engine = Engine.create(run, mesh, build, device=torch.device("cpu"), total_steps=1000)
+    positions = torch.arange(SEQ_LEN)[None]
+    last = torch.full((1, 1), IGNORE)
+
+    def step(batches: list[torch.Tensor]) -> None:
+        engine.train_step(
+            [MicroBatch(ids, torch.cat([ids[:, 1:], last], 1), positions) for ids in batches]
+        )
+
+    return step
+
+
+def measure(rank: int, store: str, rounds: int, steps: int, answers: mp.Queue) -> None:
+    """One rank: build everybody, then rounds of turns."""
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(DP), DS_ACCELERATOR="cpu",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="29999",
+    )  # fmt: skip
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    dist.init_process_group("gloo", store=dist.FileStore(store, DP), rank=rank, world_size=DP)
+    deepspeed.init_distributed("gloo", verbose=False)
+    contestants: dict[str, Step] = {"torch DDP": torch_ddp(), "ds4d zero-0": ds4d(0)}
+    for stage in (1, 2, 3):
+        contestants[f"DeepSpeed zero-{stage}"] = raw_deepspeed(stage)
+        contestants[f"ds4d zero-{stage}"] = ds4d(stage)
+    generator = torch.Generator().manual_seed(rank)
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(rounds + 1):  # the first is a warm-up
+        for name, step in contestants.items():
+            batches = [
+                torch.randint(4096, (1, SEQ_LEN), generator=generator) for _ in range(ACCUMULATION)
+            ]
+            dist.barrier()
+            start = time.process_time()
+            for _ in range(steps):
+                step(batches)
+            used = torch.tensor((time.process_time() - start) / steps)
+            dist.all_reduce(used)
+            if turn:
+                seconds[name].append(used.item())
+    if rank == 0:
+        answers.put(seconds)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps a turn")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    context = mp.get_context("spawn")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        workers = mp.start_processes(
+            measure,
+            (os.path.join(folder, "store"), args.rounds, args.steps, answers),
+            nprocs=DP,
+            join=False,
+            start_method="spawn",
+        )
+        seconds = answers.get()
+        while not workers.join():
+            pass
+    result = [
+        {
+            "peer": peer,
+            "peer_cpu_seconds": statistics.median(seconds[peer]),
+            "ds4d_cpu_seconds": statistics.median(seconds[ours]),
+            "ratio": statistics.median(a / b for a, b in zip(seconds[ours], seconds[peer])),
+        }
+        for ours, peer in PAIRS
+    ]
+    if args.json:
+        print(json.dumps(result, indent=2))
+        return
+    table = Table("peer", "CPU s a step", "ds4d", "ratio", title="CPU seconds a step, 2 ranks")
+    for row in result:
+        cells = [row["peer_cpu_seconds"], row["ds4d_cpu_seconds"], row["ratio"]]
+        table.add_row(row["peer"], *(f"{cell:.3f}" for cell in cells))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
