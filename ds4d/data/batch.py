@@ -38,3 +38,18 @@ class MicroBatch:
             position_ids=self.position_ids.to(device, non_blocking=True),
             documents=None if self.documents is None else self.documents.to(device),
         )
+
+    def pin_memory(self) -> "MicroBatch":
+        """In page-locked memory, from where ``to`` copies without waiting. DataLoader calls it."""
+        documents = self.documents
+        if documents is not None:
+            documents = replace(
+                documents, ids=documents.ids.pin_memory(), bounds=documents.bounds.pin_memory()
+            )
+        return replace(
+            self,
+            input_ids=self.input_ids.pin_memory(),
+            targets=self.targets.pin_memory(),
+            position_ids=self.position_ids.pin_memory(),
+            documents=documents,
+        )
