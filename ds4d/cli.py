@@ -1,0 +1,197 @@
+"""The ``ds4d`` command: parses, calls, prints. No logic, and nothing heavy imported before it is
+needed, so that ``ds4d --help`` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, Callable, Sequence
+
+from ds4d import __version__
+from ds4d.worker import add_run_arguments
+
+EXIT_CODES = "exit codes: 0 done, 2 wrong input, 1 failure"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit code."""
+    args = make_parser().parse_args(argv)
+    try:
+        return args.call(args) or 0
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # | head
+        sys.stderr.close()
+        return 0
+    except Exception as error:
+        from ds4d.failure import FAILURE, exit_code_for_people
+
+        code = exit_code_for_people(error)
+        if code is None:
+            traceback.print_exc()
+            return FAILURE
+        print(f"ds4d: {error}", file=sys.stderr)
+        return code
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ds4d",
+        description="Train any Hugging Face causal language model in any layout: one JSON file, "
+        "the same training curve.",
+        epilog=EXIT_CODES,
+    )
+    parser.add_argument("--version", action="version", version=f"ds4d {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in (_add_train, _add_check, _add_schema, _add_export):
+        add(commands)
+    return parser
+
+
+def _command(
+    commands: Any, name: str, call: Callable[[argparse.Namespace], Any], about: str, examples: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=about,
+        description=about[0].upper() + about[1:] + ".",
+        epilog=f"examples:\n{examples}\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(call=call)
+    return parser
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+# -- train ----------------------------------------------------------------------------------
+
+
+def _add_train(commands: Any) -> None:
+    parser = _command(
+        commands, "train", _train, "check a file, then train with the deepspeed launcher",
+        "  ds4d train ds_configs/quickstart.json\n"
+        "  ds4d train run.json --nproc 4 --set optimizer.params.lr=1e-4 --output runs/lr1e-4\n"
+        "  ds4d train run.json --hostfile hosts --resume auto",
+    )  # fmt: skip
+    add_run_arguments(parser)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--nproc", metavar="N", type=_positive,
+        help="ranks on this machine (default: every GPU, or on CPU as many as the file needs)",
+    )  # fmt: skip
+    where.add_argument(
+        "--hostfile", metavar="FILE", type=Path,
+        help="train on these hosts, a line each: HOST slots=N",
+    )  # fmt: skip
+    parser.add_argument(
+        "--master-addr", metavar="ADDR",
+        help="address of the first host that the others reach (default: found by the launcher)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--master-port", metavar="PORT", type=_port, help="default: one that is free here"
+    )
+
+
+def _train(args: argparse.Namespace) -> int:
+    from ds4d.launcher import plan_job, run_job
+    from ds4d.runtime import run_folder
+
+    job = plan_job(
+        args.config,
+        overrides=args.overrides,
+        output=run_folder(args.config, args.output),
+        resume=args.resume,
+        nproc=args.nproc,
+        hostfile=args.hostfile,
+        address=args.master_addr,
+        port=args.master_port,
+    )
+    return run_job(job)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 1 to 65535")
+    return int(text)
+
+
+# -- files ----------------------------------------------------------------------------------
+
+
+def _add_check(commands: Any) -> None:
+    parser = _command(
+        commands, "check", _check,
+        "find everything that is wrong with a file, or print it with every default filled in, and "
+        "which rank holds what",
+        "  ds4d check run.json --world-size 8\n"
+        "  ds4d check run.json --set ds4d.parallel.tp=2 --json",
+    )  # fmt: skip
+    parser.add_argument("config", metavar="CONFIG", type=Path)
+    parser.add_argument(
+        "--world-size", metavar="N", type=_positive,
+        help="ranks in all (default: what the file's own degrees need)",
+    )  # fmt: skip
+    parser.add_argument("--set", dest="overrides", metavar="KEY=VALUE", action="append", default=[])
+    _add_json(parser)
+
+
+def _check(args: argparse.Namespace) -> None:
+    from ds4d.config.load import load
+    from ds4d.config.report import as_dict, as_text
+
+    run = load(args.config, overrides=args.overrides, world_size=args.world_size)
+    print(json.dumps(as_dict(run), indent=2) if args.json else as_text(run))
+
+
+def _add_schema(commands: Any) -> None:
+    _command(
+        commands, "schema", _schema,
+        "print the JSON Schema of the file: editors complete and explain with it",
+        "  ds4d schema > schema.json",
+    )  # fmt: skip
+
+
+def _schema(_args: argparse.Namespace) -> None:
+    from importlib.resources import files
+
+    print(files("ds4d.config").joinpath("schema.json").read_text(encoding="utf-8"), end="")
+
+
+# -- after training -------------------------------------------------------------------------
+
+
+def _add_export(commands: Any) -> None:
+    parser = _command(
+        commands, "export", _export,
+        "write a checkpoint as a Hugging Face folder, for AutoModelForCausalLM.from_pretrained",
+        "  ds4d export runs/quickstart exported\n"
+        "  ds4d export runs/quickstart/checkpoints/step-00000100 exported --dtype bf16",
+    )  # fmt: skip
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", type=Path, help="a checkpoint, or a run folder: its newest"
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="default: as trained"
+    )
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
+    _add_json(parser)
+
+
+def _export(args: argparse.Namespace) -> None:
+    from ds4d.checkpoint.export import export
+
+    out = export(args.checkpoint, args.out, dtype=args.dtype, force=args.force)
+    print(json.dumps({"path": str(out)}) if args.json else f"wrote {out}")

@@ -1,0 +1,227 @@
+"""Start a training job on this machine, or on the hosts of a hostfile, and end it whole.
+
+The file is checked here, in one process, before anything starts. On one host the ranks are started
+by DeepSpeed's per-host launcher (``deepspeed.launcher.launch``): what the ``deepspeed`` command
+would start too, but its exit code is exact (the command turns a killed launcher into 0) and
+CUDA_VISIBLE_DEVICES is honoured, UUIDs included. With a hostfile it is the ``deepspeed`` command.
+
+The job runs in a session of its own. SIGTERM and Ctrl-C are passed on as SIGTERM to its ranks,
+which save and leave; a second one, or the end of the launcher, ends whatever is left.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Sequence
+
+import psutil
+
+from ds4d import rank_log
+from ds4d.config.errors import ConfigError
+from ds4d.config.load import load
+from ds4d.failure import FAILURE, WRONG_INPUT
+from ds4d.launch_variables import LOCALHOST, LaunchError, free_port
+from ds4d.runtime import signal_on_parent_death
+
+WORKER = "ds4d.worker"
+_LAUNCH = "deepspeed.launcher.launch"
+_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to start: a module that calls ``runtime.run_rank``, its arguments, and where."""
+
+    args: tuple[str, ...]
+    num_ranks: int
+    gpus: tuple[str, ...] = ()
+    hostfile: Path | None = None
+    address: str | None = None
+    port: int | None = None
+    module: str = WORKER
+
+    def command(self) -> list[str]:
+        """The launcher's command line. Its own words are switched off: the ranks speak."""
+        port = self.port or free_port()
+        if self.hostfile is None:
+            devices = self.gpus[: self.num_ranks] or list(range(self.num_ranks))
+            hosts = json.dumps({"localhost": devices}).encode()
+            where = [
+                _LAUNCH,
+                f"--world_info={base64.urlsafe_b64encode(hosts).decode()}",
+                f"--master_addr={self.address or LOCALHOST}",
+                "--no_local_rank",
+            ]
+        else:
+            where = ["deepspeed.launcher.runner", f"--hostfile={self.hostfile}"]
+            where += [f"--master_addr={self.address}"] if self.address else []
+        quiet = [f"--master_port={port}", "--log_level=critical", "--module", self.module]
+        return [sys.executable, "-m", *where, *quiet, *self.args]
+
+    def environment(self) -> dict[str, str]:
+        """The launcher's environment."""
+        on_cpu = self.hostfile is None and not self.gpus
+        return dict(os.environ, DS_ACCELERATOR="cpu") if on_cpu else dict(os.environ)
+
+
+def plan_job(
+    config: Path,
+    *,
+    overrides: Sequence[str] = (),
+    output: Path,
+    resume: str | None = None,
+    nproc: int | None = None,
+    hostfile: Path | None = None,
+    address: str | None = None,
+    port: int | None = None,
+) -> Job:
+    """Check the file for the number of ranks it will run on, and say what to start.
+
+    Raises:
+        ConfigError: everything that is wrong with the file.
+        LaunchError: everything that is wrong with ``nproc`` or ``hostfile``.
+    """
+    rank_log.make_folder(output)
+    gpus = visible_gpus()
+    if hostfile is not None:
+        num_ranks = sum(read_hostfile(hostfile).values())
+        load(config, overrides=overrides, world_size=num_ranks)
+    elif nproc is not None:
+        if gpus and nproc > len(gpus):
+            raise LaunchError(
+                f"--nproc {nproc}: only {len(gpus)} GPUs are visible; ask for at most that "
+                f"many, or set DS_ACCELERATOR=cpu to train on the CPU"
+            )
+        load(config, overrides=overrides, world_size=nproc)
+        num_ranks = nproc
+    else:
+        num_ranks = default_num_ranks(config, overrides, len(gpus))
+    args = [str(config), f"--output={output.absolute()}"]
+    args += [word for override in overrides for word in ("--set", override)]
+    args += [f"--resume={resume}"] if resume else []
+    return Job(tuple(args), num_ranks, gpus, hostfile, address, port)
+
+
+def default_num_ranks(config: Path, overrides: Sequence[str], num_gpus: int) -> int:
+    """All GPUs where the file's degrees allow it; else, and on CPU, as few ranks as the file
+    needs (dp "auto" counts as 1)."""
+    needed = load(config, overrides=overrides).parallel.world_size
+    if num_gpus <= needed:
+        return needed
+    try:
+        load(config, overrides=overrides, world_size=num_gpus)
+    except ConfigError:
+        return needed
+    return num_gpus
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """What CUDA_VISIBLE_DEVICES would list to name the GPUs that this process may use."""
+    if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
+        return ()
+    if not any(Path(driver).exists() for driver in GPU_DRIVERS):
+        return ()  # importing torch takes seconds
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(named.split(",")[:count]) if named else tuple(map(str, range(count)))
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Slots by host, as DeepSpeed reads them.
+
+    Raises:
+        LaunchError: no such file, or a line that DeepSpeed would refuse.
+    """
+    if not path.is_file():
+        raise LaunchError(f"--hostfile {path}: no such file")
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    try:
+        return dict(fetch_hostfile(str(path)))
+    except ValueError as error:
+        raise LaunchError(f"--hostfile {path}: {error}; lines are HOST slots=N") from error
+
+
+def run_job(job: Job) -> int:
+    """Run the job to its end, whatever happens to this process.
+
+    Returns:
+        0 done, 2 wrong input, 1 any failure.
+    """
+    with _Supervisor(job.command(), job.environment()) as supervisor:
+        code = supervisor.wait()
+    if code in (0, WRONG_INPUT):
+        return code
+    killed_by = -code if code < 0 else 256 - code
+    if killed_by in iter(signal.Signals):
+        name = signal.Signals(killed_by).name
+        print(f"ds4d: a process of the job was ended by {name}", file=sys.stderr)
+    return FAILURE
+
+
+class _Supervisor:
+    """The launcher as a child: passes signals on, leaves no process behind."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self._asked = 0
+        ignored = {s for s in _SIGNALS if signal.getsignal(s) == signal.SIG_IGN}  # nohup, cmd &
+        self._previous = {s: signal.signal(s, self._pass_on) for s in _SIGNALS - ignored}
+        self._child = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: signal_on_parent_death(signal.SIGTERM),
+        )
+
+    def __enter__(self) -> _Supervisor:
+        return self
+
+    def wait(self) -> int:
+        return self._child.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self._kill_all()
+        self._child.wait()
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+    def _pass_on(self, _signum: int, _frame: object) -> None:
+        self._asked += 1
+        if self._asked > 1:
+            self._kill_all()
+            return
+        print("ds4d: asked to stop; again to stop at once", file=sys.stderr)
+        ranks = self._ranks()
+        for process in ranks or [psutil.Process(self._child.pid)]:
+            process.send_signal(signal.SIGTERM)
+
+    def _ranks(self) -> list[psutil.Process]:
+        """The ranks on this host: DeepSpeed's launcher would end them one after another, each
+        with 30 s to save what takes all of them together."""
+        children = psutil.Process(self._child.pid).children(recursive=True)
+        return [process for process in children if _is_rank(process)]
+
+    def _kill_all(self) -> None:
+        try:
+            os.killpg(self._child.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    """A child of the launcher. (Grandchildren are data workers of a rank, which ends them.)"""
+    try:
+        return _LAUNCH in process.parent().cmdline()
+    except (psutil.Error, AttributeError):
+        return False

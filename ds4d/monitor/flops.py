@@ -1,0 +1,115 @@
+"""Model FLOPs: what the mathematics of a training step needs, however it is computed.
+
+Conventions, those of the MFU figures that others publish for causal models:
+- forward and backward (3 x forward), a multiply-add is 2; recomputed work does not count;
+- every weight matrix, the head included, the embedding look-up not: 6 per token and parameter;
+  of an expert layer only the experts that a token visits;
+- attention scores and values: causal, so half of the square, over each document by itself.
+  Sliding windows are counted as full attention.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Dense bf16 TFLOP/s of one device, from the vendors' data sheets; the first name that is part of
+# what the driver calls the device counts.
+PEAK_BF16_TFLOPS = (
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("H200 NVL", 835.0),
+    ("H200", 989.0),
+    ("GH200", 989.0),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.0),
+    ("H800", 989.0),
+    ("H20", 148.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.0),
+    ("L40", 181.0),
+    ("L4", 121.0),
+    ("A40", 149.7),
+    ("A30", 165.0),
+    ("A10G", 70.0),
+    ("A10", 125.0),
+    ("MI300X", 1307.0),
+    ("MI250X", 383.0),
+)
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Peak bf16 TFLOP/s of a device by its name; None when unknown."""
+    return next((peak for name, peak in PEAK_BF16_TFLOPS if name in device_name), None)
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Forward + backward FLOPs of a model.
+
+    Attributes:
+        per_token: of all matrix products with weights, for one token.
+        per_pair: of attention, in all layers, for one (query, key) pair.
+    """
+
+    per_token: float
+    per_pair: float
+
+    def of_sequences(self, tokens: float, squares: float) -> float:
+        """FLOPs of some documents: ``tokens`` is the sum of their lengths, ``squares`` the sum of
+        the squares of their lengths."""
+        return self.per_token * tokens + self.per_pair * squares / 2
+
+    def of_sequence(self, length: int) -> float:
+        """FLOPs of one document of ``length`` tokens."""
+        return self.of_sequences(length, length**2)
+
+
+def model_flops(config: PretrainedConfig) -> ModelFlops:
+    """Count a Hugging Face causal language model, built without memory on the meta device."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    embeddings = {id(module.weight) for module in model.modules() if _is_embedding(module)}
+    head = model.get_output_embeddings()
+    if head is not None:
+        embeddings.discard(id(head.weight))  # a tied embedding is also the head's matrix
+    parameters = sum(
+        _visited(parameter.shape, config)
+        for parameter in model.parameters()
+        if parameter.dim() >= 2 and id(parameter) not in embeddings
+    )
+    return ModelFlops(per_token=6.0 * parameters, per_pair=3.0 * _attention_pair(config))
+
+
+def _is_embedding(module: object) -> bool:
+    import torch
+
+    return isinstance(module, torch.nn.Embedding)
+
+
+def _visited(shape: tuple[int, ...], config: PretrainedConfig) -> float:
+    """Elements of a weight that one token is multiplied with."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    if experts and len(shape) == 3 and shape[0] == experts:
+        return math.prod(shape) * config.num_experts_per_tok / experts
+    return math.prod(shape)
+
+
+def _attention_pair(config: PretrainedConfig) -> float:
+    """Forward FLOPs of one query-key pair: a product with the key and one with the value, per
+    head. Grouped keys and values are shared, not saved: their number does not matter."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    key_dim = getattr(config, "qk_head_dim", None) or head_dim
+    value_dim = getattr(config, "v_head_dim", None) or head_dim
+    return 2.0 * config.num_hidden_layers * heads * (key_dim + value_dim)

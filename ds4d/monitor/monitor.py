@@ -1,0 +1,108 @@
+"""Everything that is told about a run while it runs: file, screen, picture."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Mapping
+
+from ds4d.monitor import screen
+from ds4d.monitor.display import Display, duration
+from ds4d.monitor.metrics import MetricsFile
+from ds4d.monitor.plot import plot_losses
+
+
+class Monitor:
+    """What rank 0 records and shows; on the other ranks every method does nothing.
+
+    A context manager: the bar leaves the terminal before a traceback comes.
+
+    Args:
+        output: the run folder.
+        is_speaker: whether this is rank 0.
+        total_steps, start, num_devices, flops_per_step, peak_tflops: see ``Display``.
+        plot: whether ``finished`` draws the loss curve.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        *,
+        is_speaker: bool,
+        total_steps: int,
+        start: int = 0,
+        num_devices: int = 1,
+        flops_per_step: float | None = None,
+        peak_tflops: float | None = None,
+        plot: bool = True,
+    ) -> None:
+        self._output = output
+        self._plot = plot
+        self._started = time.monotonic()
+        self._last_checkpoint: Path | None = None
+        self._last: Mapping[str, Any] = {}
+        self._metrics = self._display = None
+        if is_speaker:
+            self._metrics = MetricsFile(output / "metrics.jsonl", start=start)
+            self._display = Display(
+                screen.console(),
+                total_steps=total_steps,
+                start=start,
+                num_devices=num_devices,
+                flops_per_step=flops_per_step,
+                peak_tflops=peak_tflops,
+            )
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._display is not None:
+            self._display.close()
+            self._metrics.close()
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """One optimizer step: the object for ``metrics.jsonl``, ``eval_loss`` in it if there is."""
+        if self._display is not None:
+            self._metrics.write(metrics)
+            self._display.step(metrics)
+            self._last = metrics
+
+    def note(self, text: str) -> None:
+        """Something that the user should know."""
+        if self._display is not None:
+            self._display.line(text)
+
+    def saved(self, folder: Path) -> None:
+        """A checkpoint is complete."""
+        self._last_checkpoint = folder
+        self.note(f"saved {folder}")
+
+    def resumed(self, folder: Path, step: int) -> None:
+        """Training goes on from a checkpoint."""
+        self.note(f"resumed from {folder}: {step} steps are done")
+
+    def finished(self) -> None:
+        """Draw the curve, and say where each thing is."""
+        if self._display is None:
+            return
+        self._display.close()
+        rows = [("metrics", self._output / "metrics.jsonl")]
+        if self._plot and self._last:
+            rows += self._draw(self._output / "loss.png")
+        if self._last_checkpoint is not None:
+            rows.append(("checkpoint", self._last_checkpoint))
+        rows.append(("logs", self._output / "logs"))
+        seconds = time.monotonic() - self._started
+        loss = f", loss {self._last['loss']:.4f}" if self._last else ""
+        self.note(f"done in {duration(seconds)}{loss}")
+        for name, path in rows:
+            self.note(f"  {name:<12}{path}")
+
+    def _draw(self, picture: Path) -> list[tuple[str, Path]]:
+        try:
+            plot_losses(self._output / "metrics.jsonl", picture)
+        except ImportError:
+            self.note("no picture of the loss: matplotlib is missing (pip install matplotlib)")
+            return []
+        return [("loss curve", picture)]
