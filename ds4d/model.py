@@ -1,0 +1,162 @@
+"""The Hugging Face model that is trained: from scratch or from weights, one module at a time.
+
+The model is made on meta, where it has shapes and no memory. Then, children first, each module's
+own tensors get their values (``initial.py``, ``weights.py``) on the device, and ``partition`` may
+take the module and split it, as ZeRO-3 does. What a rank ever holds is what it keeps, one module,
+and one tensor as it is read or drawn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ds4d.config.types import ModelConfig
+from ds4d.initial import InitialValues
+from ds4d.pretrained_config import hf_config, model_folder
+from ds4d.weights import Weights
+
+__all__ = ["DTYPES", "build_model", "hf_config", "meta_model"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+aten = torch.ops.aten
+# What "selective" keeps: the products, which are most of the arithmetic. What lies between them
+# (norms, activations, rotary, the scores of unfused attention) is cheap and is computed again.
+KEPT = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten._grouped_mm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+
+
+def build_model(
+    model: ModelConfig,
+    *,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int,
+    attn_implementation: str,
+    recompute: str = "none",
+    partition: Callable[[nn.Module], None] | None = None,
+) -> PreTrainedModel:
+    """Build the model in train mode, with its weights read or drawn.
+
+    Args:
+        config: ``hf_config(model)``; it is not changed.
+        dtype: of the parameters.
+        seed: from scratch, what the weights follow from, together with the tensors' names.
+        recompute: activation checkpointing: "none", "full" (only each layer's input is kept), or
+            "selective" (``KEPT`` is kept too).
+        partition: gets each module that owns parameters as soon as these are filled; modules
+            below it had their turn. A tied parameter is there once, in the module that comes first.
+
+    Raises:
+        ValueError: the folder does not fit the config, or the model has no initial values.
+
+    Collective: what ``partition`` is; every rank calls it for the same modules in the same order.
+    """
+    built = meta_model(config, dtype=dtype, attn_implementation=attn_implementation)
+    built.config.use_cache = False
+    skeleton = _untied(meta_model(config, dtype=torch.float32, attn_implementation="eager"))
+    initial = InitialValues(skeleton, seed=seed)
+    weights = Weights(model_folder(model.path), skeleton) if model.path is not None else ()
+
+    done: set[Tensor] = set()
+    for path, module in _children_first(built):
+        new_parameters = False
+        for name, tensor in _own_tensors(module):
+            if tensor in done:
+                continue
+            name = f"{path}.{name}" if path else name
+            value = weights(name) if name in weights else initial(name)
+            _become(tensor, value.to(device=device, dtype=_dtype_of(name, tensor, built)))
+            done.add(tensor)
+            new_parameters |= isinstance(tensor, nn.Parameter)
+        if new_parameters and partition is not None:
+            partition(module)
+    _enable_recompute(built, recompute)
+    return built
+
+
+def meta_model(
+    config: PreTrainedConfig, *, dtype: torch.dtype, attn_implementation: str
+) -> PreTrainedModel:
+    """The model on meta: modules, names, shapes, ties; no memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            deepcopy(config), dtype=dtype, attn_implementation=attn_implementation
+        )
+
+
+def _untied(model: PreTrainedModel) -> PreTrainedModel:
+    for name in model.all_tied_weights_keys:
+        path, _, attribute = name.rpartition(".")
+        tied = model.get_parameter(name)
+        setattr(model.get_submodule(path), attribute, nn.Parameter(torch.empty_like(tied)))
+    return model
+
+
+def _children_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        yield from _children_first(child, f"{path}.{name}" if path else name)
+    yield path, module
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def _dtype_of(name: str, tensor: Tensor, model: PreTrainedModel) -> torch.dtype:
+    """Parameters follow the training dtype. Buffers are as the model declares them; those that it
+    names for fp32 (router corrections) are kept so, as transformers does on loading."""
+    if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
+        return tensor.dtype
+    patterns = set(model._keep_in_fp32_modules_strict)
+    if model.dtype == torch.float16:
+        patterns |= model._keep_in_fp32_modules
+    fp32 = any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
+    return torch.float32 if fp32 else tensor.dtype
+
+
+def _become(tensor: Tensor, value: Tensor) -> None:
+    """Give a meta tensor memory and a value, in place: every holder of it, tied ones too, sees it."""
+    if value.untyped_storage().nbytes() != value.nbytes:  # a view would keep all it was cut from
+        value = value.clone()
+    if isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    value.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, value)
+
+
+def _enable_recompute(model: PreTrainedModel, recompute: str) -> None:
+    if recompute == "none":
+        return
+    if not model.supports_gradient_checkpointing:
+        raise ValueError(
+            f'ds4d.recompute: {model.config.model_type} has no layers that transformers can '
+            'recompute; set "none"'
+        )
+    kwargs = {"use_reentrant": False}
+    if recompute == "selective":
+        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+
+
+def _keep_products(_context, op, *_args, **_kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

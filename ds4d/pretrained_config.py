@@ -1,0 +1,160 @@
+"""The Hugging Face config of the model in the file, and the folder its weights are in.
+
+transformers keeps config fields that it does not know without a word; here they are errors, for a
+misspelt ``hidden_size`` would train another model than the one asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ds4d.config.types import ModelConfig
+
+# Kept by save_pretrained in every config.json; they say nothing about the model's shape.
+BOOKKEEPING = ("model_type", "auto_map", "_name_or_path", "_attn_implementation_autoset")
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def hf_config(
+    model: ModelConfig,
+    *,
+    vocab_size: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> PreTrainedConfig:
+    """The transformers config of ``model``.
+
+    Args:
+        vocab_size: what "auto" in ``model.config`` stands for.
+        tokenizer: gives a from-scratch model the special token ids that its config leaves out, so
+            that generation stops where training texts did.
+
+    Raises:
+        ValueError: whatever a user can get wrong about it, each with its dotted key.
+    """
+    if model.path is not None:
+        return _from_path(model.path)
+    fields = dict(model.config)
+    if fields.get("vocab_size") == "auto":
+        if vocab_size is None:
+            raise ValueError(
+                'ds4d.model.config.vocab_size: "auto" is the size of the tokenizer, and this data '
+                "has none; give the number"
+            )
+        fields["vocab_size"] = vocab_size
+    if tokenizer is not None:
+        for name in SPECIAL_TOKENS:
+            fields.setdefault(name, getattr(tokenizer, name))
+    return _from_fields(fields)
+
+
+def model_folder(path: str) -> Path:
+    """The local folder of ``ds4d.model.path``; a hub id is downloaded (once a host).
+
+    Raises:
+        ValueError: there is no such folder, and no such model can be had from the hub.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        patterns = ["*.json", "model*.safetensors", "*.model", "*.txt", "*.jinja"]
+        return Path(snapshot_download(path, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise _not_found(path, error) from error
+
+
+def _from_path(path: str) -> PreTrainedConfig:
+    folder = Path(path).expanduser()
+    local = folder.is_dir()
+    if local and not (folder / "config.json").is_file():
+        raise ValueError(f"ds4d.model.path: {folder} has no config.json, so it is no model folder")
+    try:
+        config = AutoConfig.from_pretrained(
+            folder if local else path, local_files_only=local, trust_remote_code=False
+        )
+    except StrictDataclassError as error:
+        raise ValueError(f"ds4d.model.path: {path}/config.json: {_one_line(error)}") from error
+    except (OSError, ValueError, KeyError) as error:
+        if not local:
+            raise _not_found(path, error) from error
+        raise ValueError(
+            f"ds4d.model.path: {folder}/config.json is no config that transformers reads (code in "
+            f"model folders is not run): {_one_line(error)}"
+        ) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"ds4d.model.path: the weights in {path} are quantized (quantization_config in its "
+            "config.json), and training needs the full ones; dequantize and save them first"
+        )
+    return config
+
+
+def _not_found(path: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"ds4d.model.path: {path!r} is no folder here ({Path(path).expanduser().absolute()}), and "
+        f"no model of that id could be had from the hub: {_one_line(error)}"
+    )
+
+
+def _from_fields(fields: Mapping[str, Any]) -> PreTrainedConfig:
+    model_type = fields.get("model_type")
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        known = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        raise ValueError(
+            f"ds4d.model.config.model_type: {model_type!r} is no causal language model of "
+            f"transformers{_nearest(str(model_type), known)}. Known: {', '.join(known)}"
+        )
+    try:
+        config = CONFIG_MAPPING[model_type](
+            **{name: value for name, value in fields.items() if name not in BOOKKEEPING}
+        )
+    except StrictDataclassError as error:
+        raise ValueError(f"ds4d.model.config: {_one_line(error)}") from error
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"ds4d.model.config: {model_type}: {_one_line(error)}") from error
+    unknown = list(_unknown_fields("ds4d.model.config", fields, config))
+    if unknown:
+        raise ValueError("\n".join(unknown))
+    return config
+
+
+def _unknown_fields(
+    path: str, fields: Mapping[str, Any], config: PreTrainedConfig
+) -> Iterator[str]:
+    """A field is unknown when the config does not declare it and kept it all the same.
+
+    Older spellings (``rope_theta``, ``torch_dtype``) are not declared either, but are turned into
+    what is; so they are known exactly where they have an effect.
+    """
+    declared = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map)
+    for name, value in fields.items():
+        if name in config.sub_configs and isinstance(value, Mapping):
+            yield from _unknown_fields(f"{path}.{name}", value, getattr(config, name))
+        elif name not in declared and name not in BOOKKEEPING and name in vars(config):
+            yield (
+                f"{path}.{name}: {config.model_type} has no such field"
+                f"{_nearest(name, sorted(declared))}"
+            )
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
