@@ -17,8 +17,9 @@ from typing import Annotated, Any, Literal, Mapping
 Count = Annotated[int, ("minimum", 1)]
 NonNegative = Annotated[int, ("minimum", 0)]
 Positive = Annotated[float, ("exclusiveMinimum", 0)]
+_BOUND = r"\s*(-?\d+|\d+(\.\d+)?\s*%)?\s*"
 Slice = Annotated[
-    str, ("pattern", r"^(-?\d+%?)?:(-?\d+%?)?$"), ("examples", ("95%:", "100:200"))
+    str, ("pattern", f"^{_BOUND}:{_BOUND}$"), ("examples", ("95%:", "100:200"))
 ]
 
 
@@ -101,7 +102,7 @@ class DataConfig:
     """Which tokenizer; absent: the model's own."""
 
     cache_dir: str | None = None
-    """Where tokenised data is kept; absent: ``~/.cache/ds4d``, or ``$DS4D_CACHE``."""
+    """Where tokenised data is kept; absent: ``~/.cache/ds4d``."""
 
     num_workers: NonNegative = 0
     """Processes that prepare batches beside the training; 0: none."""

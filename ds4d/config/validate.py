@@ -196,3 +196,11 @@ def default(path: str) -> Any:
     for key in path.split("."):
         part = part.get("properties", {}).get(key, {})
     return part.get("default")
+
+
+def params_schema(block: str, kind: str) -> Mapping[str, Schema]:
+    """Parameters of an optimizer or scheduler, by the block's and the type's name."""
+    for choice in schema()["properties"][block]["allOf"]:
+        if choice["if"]["properties"]["type"]["const"] == kind:
+            return choice["then"]["properties"]["params"]["properties"]
+    raise KeyError(kind)

@@ -1,0 +1,84 @@
+"""A file under judgement: values by dotted key, with the schema's defaults behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from ds4d.config import batch, model_facts
+from ds4d.config.types import BatchSizes
+from ds4d.config.validate import default
+
+AUTO = "auto"
+
+
+class Draft:
+    """Attributes:
+    content: the file, its form checked.
+    world_size: ranks, where known.
+    """
+
+    def __init__(self, content: Mapping[str, Any], world_size: int | None = None) -> None:
+        self.content = content
+        self.world_size = world_size
+
+    def given(self, path: str) -> Any:
+        """What the file says, None where it says nothing."""
+        value: Any = self.content
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+    def get(self, path: str) -> Any:
+        """What the file says, or else the default."""
+        value = self.given(path)
+        return default(path) if value is None else value
+
+    def number(self, path: str) -> Any:
+        """What the file says, None where it says nothing or "auto"."""
+        value = self.given(path)
+        return None if value == AUTO else value
+
+    def present(self, *paths: str) -> Iterator[str]:
+        """Those of the keys that the file has."""
+        return (path for path in paths if self.given(path) is not None)
+
+    def degree(self, axis: str) -> int | str:
+        return self.get(f"ds4d.parallel.{axis}")
+
+    @property
+    def zero_stage(self) -> int:
+        return self.get("zero_optimization.stage")
+
+    @cached_property
+    def dp(self) -> int:
+        """Raises: batch.Unsolvable."""
+        degrees = {axis: self.degree(axis) for axis in ("tp", "pp", "cp", "dp")}
+        return batch.solve_dp(degrees, self.world_size)
+
+    @cached_property
+    def batch(self) -> BatchSizes:
+        """Raises: batch.Unsolvable."""
+        words = (batch.TRAIN, batch.MICRO, batch.ACCUMULATION)
+        return batch.solve_batch(*map(self.number, words), self.dp)
+
+    @property
+    def param_dtype(self) -> str:
+        """Of the weights in the forward pass. "auto" means bf16, for bf16 and fp16 both."""
+        bf16, fp16 = self.get("bf16.enabled"), self.get("fp16.enabled")
+        if bf16 is True or (bf16 == AUTO and fp16 is not True):
+            return "bf16"
+        return "fp16" if fp16 is True else "fp32"
+
+    @property
+    def grad_accum_dtype(self) -> str:
+        """fp32 wherever DeepSpeed can: not with fp16 and ZeRO stage 0 (its engine.py,
+        ``_do_optimizer_sanity_check``; ds4d's engine lifts that for bf16)."""
+        if given := self.given("data_types.grad_accum_dtype"):
+            return given
+        return "fp16" if self.param_dtype == "fp16" and self.zero_stage == 0 else "fp32"
+
+    @cached_property
+    def model(self) -> model_facts.ModelFacts:
+        return model_facts.look_up(self.given("ds4d.model") or {})

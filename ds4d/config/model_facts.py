@@ -1,0 +1,94 @@
+"""What can be known of the model without building it or asking the network."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds4d.config.errors import Problem, nearest
+from ds4d.config.types import ModelConfig
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+PATH_KEY = "ds4d.model.path"
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Attributes:
+    config: the transformers config, None where it cannot be had here (a hub id not yet fetched).
+    problems: what is wrong with what the file says about the model.
+    """
+
+    config: Any = None
+    problems: tuple[Problem, ...] = ()
+
+    def get(self, name: str) -> Any:
+        """A field of the (text) config, by transformers' common name; None where absent."""
+        return None if self.config is None else getattr(_text_config(self.config), name, None)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Tokens that a sample may have: by learned positions, or by what rope was made for."""
+        positions = self.get("max_position_embeddings")
+        if not isinstance(positions, int) or positions <= 0:
+            return None
+        rope = self.get("rope_parameters") or {}
+        original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+        return max(positions, int(original * factor)) if original and factor else positions
+
+
+def look_up(model: Mapping[str, Any]) -> ModelFacts:
+    """Facts about ``ds4d.model``, its form checked."""
+    path, config = model.get("path"), model.get("config")
+    if path is None:
+        return ModelFacts() if config is None else _ask_transformers(ModelConfig(config=config))
+    if Path(path).expanduser().is_dir():
+        return _ask_transformers(ModelConfig(path=path))
+    if not HUB_ID.fullmatch(path):
+        problem = Problem(PATH_KEY, f"{path!r} is neither a folder here nor a hub id (owner/name)")
+        return ModelFacts(problems=(problem,))
+    if cached := _in_hub_cache(path):
+        return _ask_transformers(ModelConfig(path=str(cached)))
+    return ModelFacts()
+
+
+def _in_hub_cache(hub_id: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    file = try_to_load_from_cache(hub_id, "config.json")
+    return Path(file).parent if isinstance(file, str) else None
+
+
+def _ask_transformers(model: ModelConfig) -> ModelFacts:
+    # transformers takes seconds to import, and only these checks need it
+    from ds4d.pretrained_config import hf_config
+
+    some_size = 2**20  # "auto" is settled when the tokenizer is there
+    try:
+        config = hf_config(model, vocab_size=some_size)
+    except ValueError as error:
+        return ModelFacts(problems=tuple(map(_problem, str(error).splitlines())))
+    return ModelFacts(config, tuple(_not_causal(config.model_type)))
+
+
+def _problem(line: str) -> Problem:
+    path, _, message = line.partition(": ")
+    return Problem(path, message)
+
+
+def _not_causal(model_type: str) -> list[Problem]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    if model_type in KNOWN:
+        return []
+    near = nearest(model_type, KNOWN)
+    hint = f"; did you mean {near}?" if near else ""
+    message = f"{model_type} is not a causal language model of transformers{hint}"
+    return [Problem(PATH_KEY, message)]
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config(decoder=True)

@@ -1,0 +1,133 @@
+"""What a user should hear once: keys that have no effect in this run, and traps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ds4d.config.draft import Draft
+from ds4d.config.errors import show
+from ds4d.config.validate import default
+
+OFFLOADS = ("zero_optimization.offload_param.device", "zero_optimization.offload_optimizer.device")
+
+
+def _never(_draft: Draft) -> bool:
+    return False
+
+
+def _degree_above_1(axis: str) -> Callable[[Draft], bool]:
+    return lambda draft: draft.degree(axis) > 1
+
+
+# key -> (when it has an effect, why it has none otherwise)
+WITHOUT_EFFECT = {
+    **{
+        f"ds4d.{key}": (_degree_above_1(axis), f"ds4d.parallel.{axis} is 1")
+        for key, axis in {
+            "pipeline.schedule": "pp",
+            "pipeline.chunks": "pp",
+            "pipeline.split": "pp",
+            "context.method": "cp",
+            "context.ulysses_size": "cp",
+            "parallel.sequence_parallel": "tp",
+        }.items()
+    },
+    "activation_checkpointing": (
+        lambda draft: draft.get("ds4d.training.recompute") != "none",
+        "ds4d.training.recompute is none",
+    ),
+    "aio": (
+        lambda draft: "nvme" in map(draft.given, OFFLOADS),
+        "nothing is offloaded to NVMe",
+    ),
+    "steps_per_print": (_never, "ds4d prints every step"),
+    "dataloader_drop_last": (_never, "ds4d feeds the data itself"),
+    "vocabulary_size": (_never, "the model's config has it"),
+    "seq_parallel_communication_data_type": (_never, "see communication_data_type"),
+    "zero_allow_untested_optimizer": (_never, "ds4d sets it"),
+    "zero_force_ds_cpu_optimizer": (_never, "ds4d sets it"),
+    "zero_optimization.elastic_checkpoint": (_never, "ds4d writes its own checkpoints"),
+    "zero_optimization.load_from_fp32_weights": (_never, "ds4d writes its own checkpoints"),
+    "optimizer.params.torch_adam": (_never, "ds4d always takes torch's kernel"),
+    **{
+        f"activation_checkpointing.{key}": (_never, "ds4d recomputes through the model itself")
+        for key in (
+            "partition_activations",
+            "number_checkpoints",
+            "contiguous_memory_optimization",
+            "synchronize_checkpoint_boundary",
+            "profile",
+            "cpu_checkpointing",
+        )
+    },
+}
+
+# zero_optimization keys that DeepSpeed reads in some stages only; stage3_* is for stage 3
+STAGES_OF_KEYS = {
+    "round_robin_gradients": (1, 2),
+    "parameter_alignment": (1, 2),
+    "allgather_partitions": (1, 2),
+    "use_multi_rank_bucket_allreduce": (1, 2),
+    "ignore_unused_parameters": (2,),
+    "sub_group_size": (3,),
+    "memory_efficient_linear": (3,),
+    "override_module_apply": (3,),
+    "zero_hpz_partition_size": (3,),
+    "zero_quantized_weights": (3,),
+    "zero_quantized_nontrainable_weights": (3,),
+    "zero_quantized_gradients": (3,),
+    "leaf_module": (3,),
+}
+
+# source type -> the keys that it does not read
+UNREAD_BY_SOURCE = {
+    "text": ("field", "name", "split"),
+    "jsonl": ("name", "split"),
+    "parquet": ("name", "split"),
+    "hf": (),
+    "tokens": ("field", "name", "split"),
+    "python_stdlib": ("path", "field", "name", "split"),
+}
+
+
+def find_notes(draft: Draft) -> Iterator[str]:
+    """Notes on a resolved file; values equal to the default need none."""
+    for key, (has_effect, why) in WITHOUT_EFFECT.items():
+        if _is_set(draft, key) and not has_effect(draft):
+            yield f"{key} has no effect: {why}"
+    yield from _zero_keys(draft)
+    yield from _source_keys(draft)
+    yield from _peak_of_warmup(draft)
+    if draft.given("bf16.bf16_master_weights_and_grads"):
+        yield "bf16.bf16_master_weights_and_grads: there is no fp32 copy of weights and moments"
+
+
+def _is_set(draft: Draft, key: str) -> bool:
+    return draft.given(key) not in (None, default(key))
+
+
+def _zero_keys(draft: Draft) -> Iterator[str]:
+    stage = draft.zero_stage
+    for key in draft.given("zero_optimization") or {}:
+        stages = (3,) if key.startswith("stage3_") else STAGES_OF_KEYS.get(key, (stage,))
+        if stage not in stages and _is_set(draft, f"zero_optimization.{key}"):
+            names = " and ".join(map(str, stages))
+            yield f"zero_optimization.{key} has no effect: it is for stage {names}, this is {stage}"
+
+
+def _source_keys(draft: Draft) -> Iterator[str]:
+    for source in draft.present("ds4d.data.train", "ds4d.data.eval"):
+        kind = draft.given(f"{source}.type")
+        for name in UNREAD_BY_SOURCE[kind]:
+            if _is_set(draft, f"{source}.{name}"):
+                yield f"{source}.{name} has no effect: source type {kind} does not read it"
+
+
+def _peak_of_warmup(draft: Draft) -> Iterator[str]:
+    """DeepSpeed's warm-up schedules replace the optimizer's lr by their own."""
+    peak, lr = draft.given("scheduler.params.warmup_max_lr"), draft.given("optimizer.params.lr")
+    if peak is not None and peak != lr:
+        yield (
+            f"scheduler.params.warmup_max_lr {show(peak)} takes the place of "
+            f"optimizer.params.lr {show(lr)}"
+        )

@@ -1,0 +1,89 @@
+"""What ``ds4d check`` shows of a file without problems: who holds what, and the file filled in."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from ds4d.config.layout import AXES, GROUP_AXES, coordinate_of, group_ranks
+from ds4d.config.resolve import resolved
+from ds4d.config.types import RunConfig
+
+SHOWN_RANKS = 16  # of a larger world the first and the last half of so many
+WIDTH = 100
+# axis -> what the ranks along it share out
+SHARES = {"pp": "layers", "dp": "samples", "cp": "tokens of a sample", "tp": "matrices of a layer"}
+
+
+def as_dict(run: RunConfig) -> dict[str, Any]:
+    """For programs; ``config`` loads again to the same run."""
+    return {
+        "world_size": run.parallel.world_size,
+        "layout": {axis: getattr(run.parallel, axis) for axis in AXES},
+        "groups": {name: group_ranks(name, run.parallel) for name in GROUP_AXES},
+        "batch": {
+            "train": run.batch.train,
+            "micro": run.batch.micro,
+            "accumulation": run.batch.accumulation,
+            "tokens": run.batch.train * run.data.seq_len,
+        },
+        "precision": {
+            "parameters": run.precision.param_dtype,
+            "accumulated_gradients": run.precision.grad_accum_dtype,
+        },
+        "zero_stage": run.zero_stage,
+        "notes": list(run.notes),
+        "config": resolved(run),
+    }
+
+
+def render(run: RunConfig) -> Group:
+    """For people, to be printed on a rich console."""
+    parts = [Text(line) for line in _summary(run)]
+    parts += [_ranks(run), *(Text(f"note: {note}") for note in run.notes)]
+    text = json.dumps(resolved(run), indent=2, ensure_ascii=False)
+    return Group(*parts, Text("\nThe file with everything filled in:"), Text(text))
+
+
+def as_text(run: RunConfig) -> str:
+    """``render`` as plain text."""
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
+    console.print(render(run), soft_wrap=True)
+    return console.file.getvalue().rstrip()
+
+
+def _summary(run: RunConfig) -> list[str]:
+    p, b = run.parallel, run.batch
+    return [
+        f"layout     {p.world_size} ranks = pp {p.pp} x dp {p.dp} x cp {p.cp} x tp {p.tp}, "
+        f"ZeRO stage {run.zero_stage}",
+        f"batch      {b.train} sequences a step = micro {b.micro} x accumulation {b.accumulation} "
+        f"x dp {p.dp}; {b.train * run.data.seq_len:,} tokens",
+        f"precision  {run.precision.param_dtype} parameters, gradients accumulated in "
+        f"{run.precision.grad_accum_dtype}",
+    ]
+
+
+def _ranks(run: RunConfig) -> Table:
+    """One line a rank; of a large world the first and the last ones."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("rank", justify="right")
+    for axis in AXES:
+        size = getattr(run.parallel, axis)
+        table.add_column(f"{axis} of {size}\n({SHARES[axis]})", justify="right")
+    world = run.parallel.world_size
+    shown = list(range(world))
+    if world > SHOWN_RANKS:
+        half = SHOWN_RANKS // 2
+        shown = [*range(half), None, *range(world - half, world)]
+    for rank in shown:
+        if rank is None:
+            table.add_row(*["..."] * (len(AXES) + 1))
+        else:
+            table.add_row(str(rank), *map(str, coordinate_of(rank, run.parallel)))
+    return table
