@@ -25,21 +25,20 @@ from transformers.initialization import guard_torch_init_functions
 
 
 class InitialValues:
-    """``InitialValues(skeleton, seed=seed)(name)`` is the initial value of that tensor.
+    """``InitialValues(model, seed=seed)(name)`` is the initial value of that tensor.
 
     Args:
-        skeleton: the whole model in fp32 on meta, untied, for transformers fills before it ties.
-            Borrowed: on meta again after each call.
+        model: ``logical_model(config)``. Borrowed: on meta again after each call.
     """
 
-    def __init__(self, skeleton: PreTrainedModel, *, seed: int) -> None:
-        self._skeleton = skeleton
+    def __init__(self, model: PreTrainedModel, *, seed: int) -> None:
+        self._model = model
         self._seed = seed
         self._rules = {
             path: (position, rule, module)
-            for position, (path, rule, module) in enumerate(_rules("", skeleton, skeleton))
+            for position, (path, rule, module) in enumerate(_rules("", model, model))
         }
-        self._tensors = dict(_named_tensors(skeleton))
+        self._tensors = dict(_named_tensors(model))
         self._holders = defaultdict(list)
         for name, tensor in self._tensors.items():
             self._holders[tensor].append(name)
@@ -51,7 +50,7 @@ class InitialValues:
         Raises:
             ValueError: transformers has no rule that gives this tensor a value.
         """
-        target = self._tensors[self._skeleton.all_tied_weights_keys.get(name, name)]
+        target = self._tensors[self._model.all_tied_weights_keys.get(name, name)]
         names = self._holders[target]
         value = _real_like(target)
         torch.utils.swap_tensors(target, value)
@@ -70,7 +69,7 @@ class InitialValues:
 
     def _no_value(self, name: str) -> ValueError:
         return ValueError(
-            f"ds4d.model: transformers has no rule in {type(self._skeleton).__name__} that gives "
+            f"ds4d.model: transformers has no rule in {type(self._model).__name__} that gives "
             f"{name} an initial value by itself, so this model can only be trained from weights: "
             "give ds4d.model.path instead of ds4d.model.config"
         )

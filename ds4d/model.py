@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ds4d.config.types import ModelConfig
 from ds4d.initial import InitialValues
+from ds4d.meta import logical_model, meta_model
 from ds4d.pretrained_config import hf_config, model_folder
 from ds4d.weights import Weights
 
-__all__ = ["DTYPES", "build_model", "hf_config", "meta_model"]
+__all__ = ["DTYPES", "build_model", "fill", "hf_config", "model_folder", "stored_or_initial"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -72,43 +73,54 @@ def build_model(
     """
     built = meta_model(config, dtype=dtype, attn_implementation=attn_implementation)
     built.config.use_cache = False
-    skeleton = _untied(meta_model(config, dtype=torch.float32, attn_implementation="eager"))
-    initial = InitialValues(skeleton, seed=seed)
-    weights = Weights(model_folder(model.path), skeleton) if model.path is not None else ()
+    logical = logical_model(config)
+    values = InitialValues(logical, seed=seed)
+    if model.path is not None:
+        values = stored_or_initial(Weights(model_folder(model.path), logical), values)
+    fill(built, values, device=device, partition=partition)
+    _enable_recompute(built, recompute)
+    return built
 
+
+class Stored(Protocol):
+    """Some of a model's tensors, by its names for them."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def __call__(self, name: str) -> Tensor: ...
+
+
+def stored_or_initial(stored: Stored, initial: InitialValues) -> Callable[[str], Tensor]:
+    """Buffers that are computed, like rotary frequencies, are in no file: the rest is."""
+    return lambda name: stored(name) if name in stored else initial(name)
+
+
+def fill(
+    model: PreTrainedModel,
+    values: Callable[[str], Tensor],
+    *,
+    device: torch.device | str,
+    partition: Callable[[nn.Module], None] | None = None,
+) -> None:
+    """Give a model on meta memory and values, module by module, children first.
+
+    Args:
+        values: a fresh tensor on the CPU by its name; it is asked once for tied names.
+        partition: see ``build_model``.
+    """
     done: set[Tensor] = set()
-    for path, module in _children_first(built):
+    for path, module in _children_first(model):
         new_parameters = False
         for name, tensor in _own_tensors(module):
             if tensor in done:
                 continue
             name = f"{path}.{name}" if path else name
-            value = weights(name) if name in weights else initial(name)
-            _become(tensor, value.to(device=device, dtype=_dtype_of(name, tensor, built)))
+            value = values(name).to(device=device, dtype=_dtype_of(name, tensor, model))
+            _become(tensor, value)
             done.add(tensor)
             new_parameters |= isinstance(tensor, nn.Parameter)
         if new_parameters and partition is not None:
             partition(module)
-    _enable_recompute(built, recompute)
-    return built
-
-
-def meta_model(
-    config: PreTrainedConfig, *, dtype: torch.dtype, attn_implementation: str
-) -> PreTrainedModel:
-    """The model on meta: modules, names, shapes, ties; no memory."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            deepcopy(config), dtype=dtype, attn_implementation=attn_implementation
-        )
-
-
-def _untied(model: PreTrainedModel) -> PreTrainedModel:
-    for name in model.all_tied_weights_keys:
-        path, _, attribute = name.rpartition(".")
-        tied = model.get_parameter(name)
-        setattr(model.get_submodule(path), attribute, nn.Parameter(torch.empty_like(tied)))
-    return model
 
 
 def _children_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

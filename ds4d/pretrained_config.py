@@ -55,10 +55,16 @@ def hf_config(
                 "has none; give the number"
             )
         fields["vocab_size"] = vocab_size
+    config = _from_fields(fields)
+    unknown = list(_unknown_fields("ds4d.model.config", fields, config))
+    if unknown:
+        raise ValueError("\n".join(unknown))
     if tokenizer is not None:
-        for name in SPECIAL_TOKENS:
-            fields.setdefault(name, getattr(tokenizer, name))
-    return _from_fields(fields)
+        tokens = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
+        if tokens["pad_token_id"] == tokens["eos_token_id"]:
+            tokens["pad_token_id"] = None  # the embedding of padding is never trained
+        config = _from_fields({**tokens, **fields})
+    return config
 
 
 def model_folder(path: str) -> Path:
@@ -119,17 +125,13 @@ def _from_fields(fields: Mapping[str, Any]) -> PreTrainedConfig:
             f"transformers{_nearest(str(model_type), known)}. Known: {', '.join(known)}"
         )
     try:
-        config = CONFIG_MAPPING[model_type](
+        return CONFIG_MAPPING[model_type](
             **{name: value for name, value in fields.items() if name not in BOOKKEEPING}
         )
     except StrictDataclassError as error:
         raise ValueError(f"ds4d.model.config: {_one_line(error)}") from error
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"ds4d.model.config: {model_type}: {_one_line(error)}") from error
-    unknown = list(_unknown_fields("ds4d.model.config", fields, config))
-    if unknown:
-        raise ValueError("\n".join(unknown))
-    return config
 
 
 def _unknown_fields(

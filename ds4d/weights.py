@@ -58,53 +58,54 @@ class _Group:
 
 
 class Weights:
-    """``Weights(folder, skeleton)(name)`` is that tensor as the folder has it.
+    """``Weights(folder, model)(name)`` is that tensor as the folder has it.
 
     Args:
         folder: with ``model.safetensors``, or ``model.safetensors.index.json`` and its files.
-        skeleton: the whole model on meta, untied; borrowed for its names, shapes and conversions.
+        model: ``logical_model(config)``; borrowed for its names, shapes and conversions.
 
     Raises:
         ValueError: the folder cannot give this model its weights; all reasons in one message.
     """
 
-    def __init__(self, folder: Path, skeleton: PreTrainedModel) -> None:
-        self._skeleton = skeleton
+    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+        self._model = model
         self._files = {path: _open(path) for path in _weight_files(folder)}
         self._where = {name: f for f in self._files.values() for name in f.keys()}
-        self._ties = dict(skeleton.all_tied_weights_keys)
-        wanted = {name: tuple(t.shape) for name, t in skeleton.state_dict().items()}
-        groups, unexpected = _group(self._where, skeleton, wanted)
-        shapes = {}
+        self._ties = dict(model.all_tied_weights_keys)
+        wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+        groups, unused = _group(self._where, model, wanted)
         self._groups: dict[str, _Group] = {}
+        problems = []
         for group in groups:
-            for name, tensor in group.make(self._meta, skeleton).items():
+            try:
+                made = group.make(self._meta, model)
+            except (RuntimeError, ValueError) as error:
+                problems.append(f"{group.target}: cannot be made of its parts: {error}")
+                continue
+            for name, tensor in made.items():
                 self._groups[name] = group
-                shapes[name] = tuple(tensor.shape)
-        unexpected += [name for name in shapes if name not in wanted]
+                if name not in wanted:
+                    unused.append(name)
+                elif (shape := tuple(tensor.shape)) != wanted[name]:
+                    problems.append(
+                        f"{name}: the files hold shape {list(shape)}, config.json asks for "
+                        f"{list(wanted[name])}"
+                    )
         missing = {name for name in wanted if name not in self}
-        report = SimpleNamespace(missing_keys=missing, unexpected_keys=set(unexpected))
-        skeleton._adjust_missing_and_unexpected_keys(report)  # what transformers lets pass
-        problems = [
-            f"{name}: the file has shape {list(shape)}, config.json asks for {list(wanted[name])}"
-            for name, shape in shapes.items()
-            if name in wanted and shape != wanted[name]
-        ]
+        report = SimpleNamespace(missing_keys=missing, unexpected_keys=set(unused))
+        model._adjust_missing_and_unexpected_keys(report)  # what transformers lets pass
         problems += [f"{name}: not in the files" for name in sorted(report.missing_keys)]
         if problems:
             raise ValueError(
                 f"ds4d.model.path: the weights in {folder} do not fit its config.json "
-                f"({type(skeleton).__name__}):\n{_listed(problems)}\n"
+                f"({type(model).__name__}):\n{_listed(problems)}\n"
                 "Correct config.json, or the folder's weights"
             )
         if report.unexpected_keys:
-            log.warning(
-                "%s holds %d tensors that %s does not use:\n%s",
-                folder,
-                len(report.unexpected_keys),
-                type(skeleton).__name__,
-                _listed(sorted(report.unexpected_keys)),
-            )
+            extra = sorted(report.unexpected_keys)
+            message = "%s holds %d tensors that %s does not use:\n%s"
+            log.warning(message, folder, len(extra), type(model).__name__, _listed(extra))
 
     def __contains__(self, name: str) -> bool:
         return any(tied in self._groups for tied in self._names(name))
@@ -137,7 +138,7 @@ class Weights:
         if group.converter is None:
             ((source,),) = group.sources.values()
             return self._where[source].get_slice(source)[box or ...]
-        return group.make(lambda n: self._where[n].get_tensor(n), self._skeleton)[name][box or ...]
+        return group.make(lambda n: self._where[n].get_tensor(n), self._model)[name][box or ...]
 
     def _meta(self, source: str) -> Tensor:
         shape = self._where[source].get_slice(source).get_shape()
@@ -162,7 +163,7 @@ def _group(
         target, pattern = rename_source_key(source, renamings, converters, prefix, meta)
         if target not in wanted and source in wanted:  # a rule took a name that was right already
             target, pattern = rename_source_key(source, [], [], prefix, meta)
-        if target not in wanted:
+        if target not in wanted or (pattern is None and target in groups):
             unused.append(source)
             continue
         converter = None if pattern is None else by_pattern[pattern]
