@@ -26,3 +26,17 @@ def register() -> str:
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, lazy_mask)
     return NAME
+
+
+def supports(model, *, documents: bool = True) -> str | None:
+    """Why a model (its config or class) can't be exact here; None: it can. See ``support``."""
+    from ds4d.attention.support import supports
+
+    return supports(model, documents=documents)
+
+
+def implementation_for(config) -> str:
+    """The ``attn_implementation`` for a model: "ds4d", or "sdpa" / "eager". See ``support``."""
+    from ds4d.attention.support import implementation_for
+
+    return implementation_for(config)

@@ -27,7 +27,8 @@ class Way(Protocol):
 
 
 class Attend(torch.autograd.Function):
-    """query [B, H, q, D], key, value [B, K, k, D], sinks [H] | None, bias | None -> [B, q, H, D]"""
+    """query [B, H, q, D], key, value [B, K, k, D], sinks [H] | [B, q, H] | None, bias | None
+    -> [B, q, H, D]"""
 
     @staticmethod
     def forward(ctx, query, key, value, sinks, bias, way: Way):
@@ -48,7 +49,7 @@ class Attend(torch.autograd.Function):
         dsinks = None
         if sinks is not None:
             spent = (sinks.to(lse.dtype) - lse).exp()  # the weight that went to the sink
-            dsinks = -(spent * (grad_out * out).sum(-1)).sum((0, 1)).to(sinks.dtype)
+            dsinks = -(spent * (grad_out * out).sum(-1)).sum_to_size(sinks.shape).to(sinks.dtype)
         return dq, dk, dv, dsinks, dbias, None
 
 

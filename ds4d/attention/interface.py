@@ -26,6 +26,7 @@ def attention(
     *,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
@@ -42,7 +43,8 @@ def attention(
         attention_mask: what ``lazy_mask`` made; or a user's own mask [B | 1, H | 1, q, k], boolean
             or to be added to the scores; or None: causal if ``is_causal`` (default: the module's
             ``is_causal``).
-        s_aux: attention sinks, [H].
+        s_aux: attention sinks, [H], or
+        sinks: [B, H, q, 1].
         documents: attention inside each of them only, whatever else the mask says.
 
     Returns:
@@ -85,7 +87,7 @@ def attention(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         dropout=dropout,
         softcap=softcap,
-        sinks=s_aux,
+        sinks=s_aux if sinks is None else sinks[..., 0].transpose(1, 2),
         bias=position_bias,
     )
     return attend(call), None

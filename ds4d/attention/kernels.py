@@ -35,7 +35,7 @@ class Call:
         scale: of the scores.
         dropout: probability to drop an attention weight.
         softcap: scores become softcap * tanh(score / softcap); None: they don't.
-        sinks: [H], a score that each query of a head spends on no key; None: nothing.
+        sinks: [H] or [B, q, H], a score that each query spends on no key; None: nothing.
         bias: [B | 1, H | 1, q, k], added to the scores; None: nothing.
     """
 
@@ -147,6 +147,7 @@ def _fits_cuda_flash(call: Call) -> bool:
     query, visible = call.query, call.visible
     return (
         query.device.type == "cuda"
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
         and query.dtype in (torch.float16, torch.bfloat16)
         and call.softcap is None
         and call.bias is None

@@ -172,9 +172,11 @@ def lazy_mask(
 
     Args:
         attention_mask: bool [B, tokens seen so far], False at padding. Keys beyond it (a static
-            cache not filled yet) are padding.
+            cache not filled yet) are padding. Or a mask that ``generate`` had made before.
         kwargs: what other mask functions need to skip or shape a dense mask.
     """
+    if isinstance(attention_mask, LazyMask):
+        return attention_mask
     mask = LazyMask(
         mask_function,
         (batch_size, 1, q_length, kv_length),

@@ -57,8 +57,9 @@ class Visible:
             rows, queries, keys = ((0, size) for size in shape)
             block = Block(rows, queries, keys, self.causal, self.offset, self.window)
             block = replace(block, general=self.general is not None)
-            mask = block_mask(block, self.general, device)
-            self._dense[dtype] = additive(mask, dtype).expand(shape[0], -1, *shape[1:])
+            mask = additive(block_mask(block, self.general, device), dtype)
+            mask = mask if mask.ndim == 4 else mask[None, None]
+            self._dense[dtype] = mask.expand(shape[0], -1, *shape[1:])
         return self._dense[dtype]
 
 
