@@ -111,10 +111,10 @@ class Cache:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a file that ``write_json`` wrote, None where there is none."""
+    """The content of a file that ``write_json`` wrote; None where there is none that is whole."""
     try:
         return json.loads(path.read_text())
-    except FileNotFoundError:
+    except (OSError, ValueError):
         return None
 
 

@@ -70,6 +70,12 @@ def prepare(run: RunConfig, *, local_rank: int = 0, progress: bool = True) -> Pr
         needed=any(config.type != "tokens" for config in configs.values()),
         show=progress,
     )
+    asked = data.tokenizer.vocab_size
+    if asked and len(tokenizer) < asked:
+        say(
+            f"ds4d.data.tokenizer.vocab_size: {asked:,} asked, the text gives {len(tokenizer):,}",
+            highlight=False,
+        )
     size = vocab_size(run, tokenizer)
     stores, report = {}, {}
     for name, corpus in corpora.items():

@@ -1,8 +1,8 @@
 """Documents to token ids, in batches, with the tokenizer's own threads.
 
 A document longer than ``SEGMENT_CHARS`` is encoded in segments, so that memory stays flat however
-long it is. It is cut behind a line end between two characters that are no white space: there the
-pre-tokenizers of byte-level models cut too, and the ids are those of the whole document.
+long it is. It is cut before a single space or behind a single line end: there pre-tokenizers cut too, and
+the ids are those of the whole document.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ds4d.data.sources import Document
 SEGMENT_CHARS = 1 << 20
 BATCH_CHARS = 1 << 21  # about 100 bytes of memory a token while a batch is encoded
 
-_SAFE_CUT = re.compile(r"\S\n(?=\S)")
+_SAFE_CUT = re.compile(r"\S(?= \S)|\S\n(?=\S)")
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,13 @@ import sysconfig
 import pytest
 
 from ds4d.config.types import SourceConfig
-from ds4d.data import tokenise
 from ds4d.data.cache import Cache
 from ds4d.data.corpus import Corpus
 from ds4d.data.errors import DataError
 from ds4d.data.files import BLOCK_BYTES
 from ds4d.data.fingerprint import content_hashes
 from ds4d.data.slices import slice_bounds
-from ds4d.data.sources import Document, open_source
+from ds4d.data.sources import open_source
 
 
 def texts(type: str, path=None, **settings) -> list[str]:
@@ -108,8 +107,8 @@ BAD_FILES = {
     "utf-16": ("text".encode("utf-16"), "is UTF-16"),
     "utf-16 unmarked": ("text".encode("utf-16-le"), r"line 1, byte 1 \(0x00\): a NUL byte"),
     "nul": (b"one\n\0", r"line 2, byte 4 \(0x00\): a NUL byte"),
-    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "git lfs pull"),
-    "gzip": (b"\x1f\x8b\x08", "compressed with gzip"),
+    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "is a Git LFS pointer.*git lfs pull"),
+    "gzip": (b"\x1f\x8b\x08", "is compressed with gzip"),
 }
 
 
@@ -174,19 +173,6 @@ def test_files_that_are_not_there(tmp_path):
         texts("text", [path, tmp_path / "*.txt"])
     with pytest.raises(DataError, match="a.jsonl: is empty"):
         texts("jsonl", write(tmp_path / "a.jsonl", "\n"))
-
-
-def test_a_long_document_is_encoded_in_parts_as_if_whole(monkeypatch):
-    text = "\n\n".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(300))
-    blocks = [text[i : i + 777] for i in range(0, len(text), 777)]
-    monkeypatch.setattr(tokenise, "SEGMENT_CHARS", 500)
-    parts = list(tokenise.segments([Document("a", blocks), Document("b", ["x" * 5000])]))
-    of_a = [part for part in parts if part.where == "a"]
-    assert len(of_a) > 20 and "".join(part.text for part in of_a) == text
-    assert [part.part for part in of_a] == list(range(len(of_a)))
-    assert [part.last for part in of_a] == [False] * (len(of_a) - 1) + [True]
-    assert all(a.text.endswith("\n") and not b.text[0].isspace() for a, b in zip(of_a, of_a[1:]))
-    assert "".join(part.text for part in parts if part.where == "b") == "x" * 5000
 
 
 def test_unchanged_files_are_not_read_again_and_changed_ones_are(tmp_path, monkeypatch):
