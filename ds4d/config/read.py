@@ -1,6 +1,7 @@
 """From a file and overrides to a plain dict. Nothing is judged here but the form of the text.
 
-Files are Hjson, as DeepSpeed's are: JSON with comments and trailing commas.
+Files are JSON with comments and trailing commas, which DeepSpeed reads too. It reads more, Hjson,
+where a forgotten comma can turn two keys into one text: that is an error here.
 """
 
 from __future__ import annotations
@@ -14,16 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import hjson
-
 from ds4d.config.errors import ConfigError, Problem, show
 
-# A string, a comment, a mark or a bare word: enough to follow the braces of a file.
-TOKEN = re.compile(
-    r'(?P<string>"(?:\\.|[^"\\\n])*")|(?P<comment>//[^\n]*|\#[^\n]*|/\*.*?\*/)'
-    r"|(?P<mark>[{}\[\],:])|(?P<word>[^\s{}\[\],:\"]+)",
-    re.DOTALL,
-)
+_STRING = r'(?P<string>"(?:\\.|[^"\\\n])*")'
+COMMENT = re.compile(_STRING + r"|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
+TRAILING_COMMA = re.compile(_STRING + r"|,(?=\s*[}\]])")
+# What a file without comments is made of, coarsely: enough to follow its braces.
+TOKEN = re.compile(_STRING + r"|(?P<mark>[{}\[\],:])|[^\s{}\[\],:\"]+")
 
 
 @dataclass
@@ -87,26 +85,26 @@ def _parse(text: str, name: str, twice: list[str]) -> Any:
         return result
 
     try:
-        return hjson.loads(text, object_pairs_hook=unique)
-    except hjson.HjsonDecodeError as error:
-        line, column, what = _syntax_error(text) or (error.lineno, error.colno, error.msg)
-        shown = text.split("\n")[line - 1].strip()
-        message = f"column {column}: not JSON: {what}" + (f": {shown}" if shown else "")
-        raise ConfigError([Problem("", message, line)], name=name) from None
+        return json.loads(_plain(text), object_pairs_hook=unique, parse_constant=_no_number)
+    except json.JSONDecodeError as error:
+        shown = text.split("\n")[error.lineno - 1].strip()
+        message = f"column {error.colno}: not JSON: {error.msg}" + (f": {shown}" if shown else "")
+        raise ConfigError([Problem("", message, error.lineno)], name=name) from None
+    except ValueError as error:
+        raise ConfigError([Problem("", str(error))], name=name) from None
 
 
-def _syntax_error(text: str) -> tuple[int, int, str] | None:
-    """Where strict JSON stops; Hjson reads on to the end and then names that place."""
+def _plain(text: str) -> str:
+    """Comments and trailing commas become blanks, so that every place keeps its line and column."""
 
     def blank(match: re.Match[str]) -> str:
-        return re.sub(r"[^\n]", " ", match[0]) if match["comment"] else match[0]
+        return match[0] if match["string"] else re.sub(r"[^\n]", " ", match[0])
 
-    plain = re.sub(r",(?=\s*[}\]])", " ", TOKEN.sub(blank, text))
-    try:
-        json.loads(plain)
-    except json.JSONDecodeError as error:
-        return error.lineno, error.colno, error.msg
-    return None
+    return TRAILING_COMMA.sub(blank, COMMENT.sub(blank, text))
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _duplicates(names: list[str], lines: Mapping[str, list[int]]) -> list[Problem]:
@@ -122,17 +120,17 @@ def _duplicates(names: list[str], lines: Mapping[str, list[int]]) -> list[Proble
 def key_lines(text: str) -> dict[str, list[int]]:
     """Dotted key -> the lines on which it stands; list items are keys too (0, 1, ...).
 
-    Follows quoted strings, comments and brackets only, so it is a help for messages and never an
-    authority.
+    For messages: it follows marks and strings only, and takes any text.
     """
     lines: dict[str, list[int]] = defaultdict(list)
     stack: list[list[Any]] = []  # [prefix, is_object, key or index of what is being read]
     last: tuple[str, int] = ("", 1)
     line, seen = 1, 0
+    text = _plain(text)
     for token in TOKEN.finditer(text):
         line += text.count("\n", seen, token.start())
         seen = token.start()
-        if token["string"] or token["word"]:
+        if not token["mark"]:
             last = (token[0].strip('"'), line)
         elif token["mark"] == ":" and stack and stack[-1][1]:
             stack[-1][2] = last[0]
@@ -177,7 +175,3 @@ def _value(text: str) -> Any:
         return json.loads(text, parse_constant=_no_number)
     except ValueError:
         return text
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
