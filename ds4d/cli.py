@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ds4d {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_train, _add_check, _add_schema, _add_export):
+    for add in (_add_train, _add_check, _add_schema, _add_export, _add_generate):
         add(commands)
     return parser
 
@@ -195,3 +195,47 @@ def _export(args: argparse.Namespace) -> None:
 
     out = export(args.checkpoint, args.out, dtype=args.dtype, force=args.force)
     print(json.dumps({"path": str(out)}) if args.json else f"wrote {out}")
+
+
+def _add_generate(commands: Any) -> None:
+    parser = _command(
+        commands, "generate", _generate,
+        "continue text with a trained model: a run folder, a checkpoint or a Hugging Face folder",
+        "  ds4d generate runs/quickstart 'def main():'\n"
+        "  ds4d generate exported 'import os' 'class A' --temperature 0.8 --seed 1 --json",
+    )  # fmt: skip
+    parser.add_argument("path", metavar="PATH", type=Path)
+    parser.add_argument("prompts", metavar="TEXT", nargs="+", help="what to continue")
+    parser.add_argument("--max-new-tokens", metavar="N", type=_positive, default=64)
+    parser.add_argument(
+        "--temperature", metavar="T", type=float, default=0.0,
+        help="0 takes the likeliest token, more takes more risk (default: 0)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--top-p", metavar="P", type=float, default=1.0,
+        help="draw from the likeliest tokens that together have this probability (default: 1)",
+    )  # fmt: skip
+    parser.add_argument("--seed", metavar="N", type=int, default=0)
+    parser.add_argument("--device", default=None, help="default: cuda where there is one, else cpu")
+    _add_json(parser)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    import torch
+
+    from ds4d.generate import generate
+
+    texts = generate(
+        args.path,
+        args.prompts,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+        device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+    )
+    if args.json:
+        pairs = [{"prompt": p, "text": text} for p, text in zip(args.prompts, texts, strict=True)]
+        print(json.dumps(pairs, indent=2, ensure_ascii=False))
+    else:
+        print("\n---\n".join(map("".join, zip(args.prompts, texts, strict=True))))

@@ -77,7 +77,18 @@ def report(error: BaseException, *, launch: Launch, logs: Path, screen: TextIO) 
 def exit_code_for_people(error: BaseException) -> int | None:
     """The exit code that goes with an error that people can read; None for any other error."""
     names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__)
-    return next((_FOR_PEOPLE[name] for name in names if name in _FOR_PEOPLE), None)
+    code = next((_FOR_PEOPLE[name] for name in names if name in _FOR_PEOPLE), None)
+    return WRONG_INPUT if code is None and _is_refusal(error) else code
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """A ValueError from a raise statement of ds4d: by the house rule, something a user has set.
+    (Not one that Python raises inside ds4d, such as zip's for unequal lengths: that is a bug.)"""
+    if not isinstance(error, ValueError) or error.__traceback__ is None:
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    return frame.f_globals.get("__name__", "").startswith("ds4d.") and line.startswith("raise ")
 
 
 def _lost_peer(error: BaseException) -> bool:

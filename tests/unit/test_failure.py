@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import socket
@@ -61,6 +62,26 @@ def test_subclasses_count_and_strangers_do_not():
 
     assert failure.exit_code_for_people(Special("x")) == 2
     assert failure.exit_code_for_people(ValueError("x")) is None
+
+
+def call(module_name, statement, folder):
+    """What ``statement`` raises in a module of that name."""
+    source = folder / "source.py"
+    source.write_text(f"def run():\n    {statement}\n")
+    spec = importlib.util.spec_from_file_location(module_name, source)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(ValueError) as caught:
+        module.run()
+    return caught.value
+
+
+def test_what_ds4d_refuses_is_for_people_and_bugs_are_not(tmp_path):
+    refusal = "raise ValueError(\n        'steps is 0')"
+    assert failure.exit_code_for_people(call("ds4d.fake", refusal, tmp_path)) == 2
+    assert failure.exit_code_for_people(call("other.fake", refusal, tmp_path)) is None
+    bug = "list(zip([1], [], strict=True))"
+    assert failure.exit_code_for_people(call("ds4d.fake", bug, tmp_path)) is None
 
 
 def test_lost_peer_names_the_rank_that_vanished(tmp_path):
