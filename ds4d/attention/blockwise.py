@@ -18,6 +18,7 @@ class _Blockwise:
     """Cuts the tensors into blocks and puts the results together."""
 
     holds_scores: bool  # of a block: then blocks must be small
+    knows_causal: bool  # needs no mask for a lower triangle
 
     def __init__(self, call) -> None:
         visible, (batch, heads, num_queries, _) = call.visible, call.query.shape
@@ -68,7 +69,10 @@ class _Blockwise:
     def _cut(self, block: Block, query, key, value, bias):
         """The block's query, key, value, mask and bias."""
         rows, queries, keys = slice(*block.rows), slice(*block.queries), slice(*block.keys)
-        mask = block_mask(block, self.general, query.device)
+        if self.knows_causal and block.is_plain_causal:
+            mask = None
+        else:
+            mask = block_mask(block, self.general, query.device)
         b = None if bias is None else cut_mask(bias, block.rows, block.queries, block.keys)
         return query[rows, :, queries], key[rows, :, keys], value[rows, :, keys], mask, b
 
@@ -77,25 +81,26 @@ class CpuFlash(_Blockwise):
     """torch's fused kernel for CPUs: never holds the scores."""
 
     holds_scores = False
+    knows_causal = True
 
     def block_forward(self, block, q, k, v, mask, bias):
-        return _flash(q, k, v, **self._options(block, q, mask))
+        is_causal, options = self._options(block, q, mask)
+        return _flash(q, k, v, 0.0, is_causal, **options)
 
     def block_backward(self, block, grad_out, q, k, v, mask, bias, out, lse):
-        options = self._options(block, q, mask)
-        is_causal = options.pop("is_causal", False)
+        is_causal, options = self._options(block, q, mask)
         return _flash_backward(grad_out, q, k, v, out, lse, 0.0, is_causal, **options)
 
-    def _options(self, block: Block, q: torch.Tensor, mask: torch.Tensor | None) -> dict:
-        if block.is_plain_causal:
-            return {"is_causal": True, "scale": self.scale}
-        return {"attn_mask": None if mask is None else additive(mask, q.dtype), "scale": self.scale}
+    def _options(self, block: Block, q: torch.Tensor, mask: torch.Tensor | None):
+        mask = None if mask is None else additive(mask, q.dtype)
+        return block.is_plain_causal, {"attn_mask": mask, "scale": self.scale}
 
 
 class PlainBlocks(_Blockwise):
     """The definition of attention, in fp32 or better, for what no kernel does."""
 
     holds_scores = True
+    knows_causal = False
 
     def block_forward(self, block, q, k, v, mask, bias):
         scores, _ = self._scores(q, k, mask, bias)

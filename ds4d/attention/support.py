@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from functools import lru_cache
 
@@ -12,7 +11,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 from ds4d.attention import NAME
 
 
-def supports(model: PretrainedConfig | type[PreTrainedModel], *, documents: bool = True) -> str | None:
+def supports(
+    model: PretrainedConfig | type[PreTrainedModel], *, documents: bool = True
+) -> str | None:
     """Why a model can't be exact under ds4d's attention, in one sentence; None: it can.
 
     Args:
@@ -55,11 +56,11 @@ def _has_own_attention(cls: type[PreTrainedModel], source: str) -> bool:
 
 
 def _has_own_masks(cls: type[PreTrainedModel], source: str) -> bool:
-    return re.search(r"\bcreate_\w*mask\w*\(", source) is None
+    return "masking_utils" not in source
 
 
 def _has_state(cls: type[PreTrainedModel], source: str) -> bool:
-    return cls._is_stateful or re.search(r"create_recurrent_attention_mask|Conv1d\(", source) is not None
+    return cls._is_stateful or "create_recurrent_attention_mask" in source
 
 
 def _has_fixed_positions(cls: type[PreTrainedModel], source: str) -> bool:

@@ -209,10 +209,10 @@ def _distance_mask(
     window: int | None,
     device: torch.device,
 ) -> torch.Tensor:
-    ahead = torch.arange(num_keys, device=device) - shift
-    ahead = ahead - torch.arange(num_queries, device=device)[:, None]  # of key j before query i
-    visible = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
-    return visible if window is None else visible & (ahead > -window)
+    key = torch.arange(num_keys, device=device)
+    query = torch.arange(shift, shift + num_queries, device=device)[:, None]  # where it stands
+    visible = key <= query if causal else torch.ones_like(key <= query)
+    return visible if window is None else visible & (key > query - window)
 
 
 def block_mask(

@@ -1,0 +1,275 @@
+"""Each kernel against the definition of attention, on small tensors; and what is held in memory."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ds4d.attention import kernels, visible
+from ds4d.attention.documents import Documents
+from ds4d.attention.kernels import KERNELS, Call, attend, choose
+from ds4d.attention.visible import Visible, blocks, cut_mask
+from tests.unit import fake_flash
+
+B, H, K, S, D = 2, 4, 2, 150, 8
+KERNEL = {kernel.name: kernel for kernel in KERNELS}
+
+
+def _documents() -> Documents:
+    lengths = torch.tensor([70, 3, 4, 1, 72, 100, 2, 48])
+    return Documents.from_ids(torch.arange(8).repeat_interleave(lengths).view(B, S))
+
+
+def _general() -> torch.Tensor:
+    """A mask of the user's: odd holes, and one query that sees nothing."""
+    mask = torch.rand(B, 1, S, S, generator=torch.Generator().manual_seed(1)) < 0.8
+    mask |= torch.eye(S, dtype=torch.bool)
+    mask[0, 0, 5] = False
+    return mask
+
+
+VISIBLE = {
+    "all": lambda: Visible(),
+    "causal": lambda: Visible(causal=True),
+    "window": lambda: Visible(causal=True, window=20),
+    "documents": lambda: Visible(causal=True, documents=_documents()),
+    "documents, both ways": lambda: Visible(documents=_documents()),
+    "documents, window": lambda: Visible(causal=True, window=20, documents=_documents()),
+    "documents, tiny window": lambda: Visible(causal=True, window=2, documents=_documents()),
+    "general": lambda: Visible(general=partial(cut_mask, _general())),
+    "general, documents": lambda: Visible(
+        causal=True,
+        documents=_documents(),
+        general=partial(cut_mask, _general() & torch.ones(S, S).tril().bool()),
+    ),
+}
+EXTRAS = {
+    "": {},
+    "sinks": {"sinks": (H,)},
+    "a sink each": {"sinks": (B, S, H)},
+    "softcap": {"softcap": 1.5},
+    "bias": {"bias": (1, H, S, S)},
+    "all": {"sinks": (H,), "softcap": 1.5, "bias": (B, 1, S, S)},
+}
+
+
+def _call(visible: Visible, extras: dict, dtype=torch.float64, value_dim: int = D) -> Call:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
+
+    extras = {n: random(*x) if isinstance(x, tuple) else x for n, x in extras.items()}
+    q, k, v = random(B, S, H, D), random(B, S, K, D), random(B, S, K, value_dim)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return Call(q, k, v, visible, scale=0.3, **extras)
+
+
+def _definition(call: Call) -> torch.Tensor:
+    q, k, v = call.query, *(x.repeat_interleave(H // K, dim=1) for x in (call.key, call.value))
+    scores = q @ k.mT * call.scale
+    if call.softcap is not None:
+        scores = call.softcap * (scores / call.softcap).tanh()
+    if call.bias is not None:
+        scores = scores + call.bias
+    seen, i = torch.ones(B, 1, S, S, dtype=torch.bool), torch.arange(S)
+    if call.visible.general is not None:
+        seen = call.visible.general((0, B), (0, S), (0, S))
+    if call.visible.causal:
+        seen = seen & (i <= i[:, None])
+    if call.visible.window is not None:
+        seen = seen & (i > i[:, None] - call.visible.window)
+    if call.visible.documents is not None:
+        ids = call.visible.documents.ids
+        seen = seen & (ids[:, None, :, None] == ids[:, None, None, :])
+    sink = torch.full((1, 1, 1), -torch.inf, dtype=q.dtype) if call.sinks is None else call.sinks
+    sink = sink.expand(B, S, H).transpose(1, 2).unsqueeze(-1)
+    scores = torch.cat([scores.masked_fill(~seen, -torch.inf), sink], dim=-1)
+    weights = scores.softmax(-1).nan_to_num(0.0)[..., :-1]
+    return (weights @ v).transpose(1, 2)
+
+
+def _inputs(call: Call) -> list[torch.Tensor]:
+    return [x for x in (call.query, call.key, call.value, call.sinks, call.bias) if x is not None]
+
+
+def _assert_same(call: Call, kernel: kernels.Kernel, tolerance: float = 1e-10) -> None:
+    expected = _definition(call)
+    seed = torch.randn(expected.shape, dtype=expected.dtype)
+    # A row of scores that are all -inf has no gradient: the definition gives NaN there.
+    theirs = torch.autograd.grad(expected, _inputs(call), seed, materialize_grads=True)
+    ours = kernel.run(call)
+    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+    for got, want in zip(torch.autograd.grad(ours, _inputs(call), seed), theirs):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """So that even short sequences are cut into many blocks."""
+    blocks.cache_clear()
+    monkeypatch.setattr(visible, "SCORES", 2**12)
+    yield
+    blocks.cache_clear()
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("seen", VISIBLE)
+def test_every_kernel_that_fits_computes_the_definition(seen, extra, small_blocks):
+    call = _call(VISIBLE[seen](), EXTRAS[extra])
+    fitting = [kernel for kernel in KERNELS if kernel.fits(call)]
+    assert fitting[-1].name == "plain"
+    for kernel in fitting:
+        if call.sinks is None and call.visible.general is not None:
+            call = _without_blind_queries(call)
+        _assert_same(call, kernel)
+
+
+def _without_blind_queries(call: Call) -> Call:
+    mask = _general() | torch.eye(S, dtype=torch.bool)
+    if call.visible.causal:
+        mask &= torch.ones(S, S).tril().bool()
+    seen = Visible(
+        causal=call.visible.causal,
+        documents=call.visible.documents,
+        general=partial(cut_mask, mask),
+    )
+    return Call(call.query, call.key, call.value, seen, call.scale, 0.0, call.softcap, None, call.bias)
+
+
+@pytest.mark.parametrize("name", ["sdpa with a small mask", "cpu flash", "plain"])
+def test_a_query_that_sees_nothing_gives_zero_and_no_gradient(name):
+    call = _call(Visible(general=partial(cut_mask, _general())), {})
+    out = KERNEL[name].run(call)
+    assert not out[0, 5].any()
+    dq, dk, dv = torch.autograd.grad(out[0, 5].sum(), _inputs(call))
+    assert not (dq.any() or dk.any() or dv.any())
+
+
+@pytest.mark.parametrize("value_dim", [4, 16])
+@pytest.mark.parametrize("seen", ["causal", "window", "documents", "general, documents"])
+def test_values_may_be_wider_or_narrower_than_queries(seen, value_dim):
+    call = _call(VISIBLE[seen](), {}, value_dim=value_dim)
+    out = attend(call)
+    assert out.shape == (B, S, H, value_dim)
+    torch.testing.assert_close(out, _definition(call), rtol=1e-10, atol=1e-10)
+
+
+PICKS = [
+    ("causal", {}, "sdpa"),
+    ("all", {}, "sdpa"),
+    ("general", {}, "sdpa with a small mask"),
+    ("documents", {}, "cpu flash"),
+    ("window", {}, "cpu flash"),
+    ("causal", {"sinks": (H,)}, "cpu flash"),
+    ("causal", {"softcap": 1.0}, "plain"),
+    ("causal", {"dropout": 0.1}, "plain"),
+]
+
+
+@pytest.mark.parametrize("seen, extras, name", PICKS)
+def test_the_kernel_that_is_picked(seen, extras, name):
+    assert choose(_call(VISIBLE[seen](), extras)).name == name
+
+
+@pytest.mark.parametrize("seen", ["causal", "window", "documents", "documents, window"])
+def test_cuda_flash_lays_out_its_arguments_as_torch_wants_them(seen, monkeypatch):
+    """The ops exist on CUDA only; a plain model of them stands in, checking what it is given."""
+    fake_flash.install(monkeypatch)
+    for extra in ("", "sinks"):
+        _assert_same(_call(VISIBLE[seen](), EXTRAS[extra]), KERNEL["cuda flash"])
+
+
+@pytest.mark.parametrize("seen", ["causal", "documents", "window"])
+def test_dropout(seen, small_blocks):
+    """The same weights are dropped in the backward pass, and the mean is attention without it."""
+    extras = {"dropout": 0.3, "softcap": 2.0}
+    call = _call(VISIBLE[seen](), extras)
+    direction = torch.randn_like(call.value)
+
+    def out(value: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(5)
+        return attend(Call(call.query, call.key, value, call.visible, 0.3, 0.3, 2.0))
+
+    # Attention is linear in the values, so the slope is the difference, whatever was dropped.
+    seed = torch.randn(B, S, H, D, dtype=torch.float64)
+    (dv,) = torch.autograd.grad(out(call.value), call.value, seed)
+    difference = ((out(call.value + direction) - out(call.value)) * seed).sum()
+    torch.testing.assert_close((dv * direction).sum(), difference, rtol=1e-9, atol=1e-9)
+
+    with torch.no_grad():
+        exact = _definition(call)
+        mean = sum(attend(call) for _ in range(60)) / 60
+    assert not torch.equal(attend(call), attend(call))
+    assert (mean - exact).norm() < 0.2 * exact.norm()
+
+
+def test_dropout_gradient_of_queries_and_keys_is_the_slope(monkeypatch):
+    monkeypatch.setattr(torch, "randint", lambda *_: 7)  # the seed of what is dropped
+    call = _call(VISIBLE["causal"](), {"dropout": 0.4})
+    q, k = call.query[:, :, :6].detach().requires_grad_(), call.key[:, :, :6].detach().requires_grad_()
+    v = call.value[:, :, :6].detach()
+    attention = lambda q, k: attend(Call(q, k, v, call.visible, 0.3, 0.4))  # noqa: E731
+    assert torch.autograd.gradcheck(attention, (q, k))
+
+
+class _Largest(TorchDispatchMode):
+    """Numbers in the largest tensor that any operation makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // 4)
+        return out
+
+
+LONG = 4096
+LONG_VISIBLE = {
+    "causal": lambda: Visible(causal=True),
+    "window": lambda: Visible(causal=True, window=256),
+    "documents": lambda: Visible(
+        causal=True,
+        documents=Documents.from_ids(torch.arange(2).repeat_interleave(LONG // 2)[None]),
+    ),
+    "general": lambda: Visible(general=_prefix),
+}
+
+
+def _prefix(rows, queries, keys) -> torch.Tensor:
+    q, k = torch.arange(*queries)[:, None], torch.arange(*keys)
+    return ((k <= q) | (k < 100))[None, None]
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("seen", LONG_VISIBLE)
+def test_no_tensor_of_sequence_times_sequence_is_made(seen, softcap):
+    q, k, v = (torch.randn(1, 1, LONG, 8, requires_grad=True) for _ in range(3))
+    saved = []
+    with _Largest() as largest, torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.append(x.numel()) or x, lambda x: x
+    ):
+        attend(Call(q, k, v, LONG_VISIBLE[seen](), 0.3, softcap=softcap)).sum().backward()
+    assert largest.numbers <= visible.SCORES < LONG * LONG / 2
+    assert sum(saved) <= 5 * q.numel()  # query, key, value, out, log-sum-exp
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_blocks_compute_little_that_is_not_seen(split):
+    """Work next to what is visible: tiny documents, and a window much shorter than the row."""
+    common = {"causal": True, "offset": 0, "general": False, "split": split}
+    tiny = blocks((1, 8, 4096, 4096), window=None, lengths=(8,) * 512, **common)
+    assert len(tiny) == 64 and all(block.runs == (8,) * 8 for block in tiny)
+    window = blocks((1, 8, 4096, 4096), window=256, lengths=(), **common)
+    assert sum(_scores(block) for block in window) <= 2 * 256 * 4096
+
+
+def _scores(block: visible.Block) -> int:
+    (q0, q1), (k0, k1) = block.queries, block.keys
+    return (q1 - q0) * (k1 - k0)
