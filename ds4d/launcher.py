@@ -28,12 +28,11 @@ from ds4d.config.errors import ConfigError
 from ds4d.config.load import load
 from ds4d.failure import FAILURE, WRONG_INPUT
 from ds4d.launch_variables import LOCALHOST, LaunchError, free_port
-from ds4d.runtime import signal_on_parent_death
+from ds4d.runtime import signal_on_parent_death, visible_gpus
 
 WORKER = "ds4d.worker"
 _LAUNCH = "deepspeed.launcher.launch"
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 @dataclass(frozen=True)
@@ -121,19 +120,6 @@ def default_num_ranks(config: Path, overrides: Sequence[str], num_gpus: int) -> 
     except ConfigError:
         return needed
     return num_gpus
-
-
-def visible_gpus() -> tuple[str, ...]:
-    """What CUDA_VISIBLE_DEVICES would list to name the GPUs that this process may use."""
-    if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
-        return ()
-    if not any(Path(driver).exists() for driver in GPU_DRIVERS):
-        return ()  # importing torch takes seconds
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return tuple(named.split(",")[:count]) if named else tuple(map(str, range(count)))
 
 
 def read_hostfile(path: Path) -> dict[str, int]:

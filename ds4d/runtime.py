@@ -38,6 +38,7 @@ _RECORDED_PACKAGES = (
     "ds4d", "torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers",
 )  # fmt: skip
 STALE_LOCK_SECONDS = 60.0
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -104,6 +105,19 @@ def peak_memory_bytes(device: "torch.device") -> int:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """What CUDA_VISIBLE_DEVICES would list to name the GPUs that this process may use."""
+    if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
+        return ()
+    if not any(Path(driver).exists() for driver in GPU_DRIVERS):
+        return ()  # importing torch takes seconds
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(named.split(",")[:count]) if named else tuple(map(str, range(count)))
 
 
 def versions() -> dict[str, str]:

@@ -7,10 +7,11 @@ import json
 
 import pytest
 
-from ds4d import launcher
+from ds4d import runtime
 from ds4d.config.errors import ConfigError
 from ds4d.launch_variables import LaunchError
-from ds4d.launcher import Job, default_num_ranks, plan_job, read_hostfile, visible_gpus
+from ds4d.launcher import Job, default_num_ranks, plan_job, read_hostfile
+from ds4d.runtime import visible_gpus
 from tests.unit.test_cli import CONFIG
 
 
@@ -31,7 +32,7 @@ def gpus(monkeypatch):
     import torch
 
     def pretend(count, visible=None):
-        monkeypatch.setattr(launcher, "GPU_DRIVERS", ("/dev/null",))
+        monkeypatch.setattr(runtime, "GPU_DRIVERS", ("/dev/null",))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.delenv("DS_ACCELERATOR", raising=False)
