@@ -8,7 +8,6 @@ from ds4d.config.errors import Problem, show
 from ds4d.config.rules import Problems, rule
 
 ZERO = "zero_optimization"
-PRECISION = ("bf16.enabled", "fp16.enabled", "data_types", "zero_optimization.stage")
 GRAD_ACCUM = "data_types.grad_accum_dtype"
 
 
@@ -18,7 +17,7 @@ def one_precision(draft: Draft) -> Problems:
         yield Problem("fp16.enabled", "true, and bf16.enabled is true too; switch one of them off")
 
 
-@rule(*PRECISION)
+@rule("bf16.enabled", "fp16.enabled", "data_types")
 def types_fit_the_precision(draft: Draft) -> Problems:
     param_dtype = draft.param_dtype
     if draft.given("data_types.param_dtype") not in (None, param_dtype):
@@ -32,11 +31,17 @@ def types_fit_the_precision(draft: Draft) -> Problems:
         yield Problem(
             GRAD_ACCUM, f"{show(accumulated)}: {param_dtype} parameters need fp32 or {param_dtype}"
         )
-    if param_dtype == "fp16" and draft.zero_stage == 0 and accumulated == "fp32":
+
+
+@rule("bf16.enabled", "fp16.enabled", "zero_optimization.stage")
+def fp16_has_its_loss_scaled(draft: Draft) -> Problems:
+    """Without ZeRO DeepSpeed 0.19.8 divides the gradients by the loss scale, and never multiplied
+    the loss with it (its engine.py, ``backward``): updates and clipping are wrong."""
+    if draft.param_dtype == "fp16" and draft.zero_stage == 0:
         yield Problem(
-            GRAD_ACCUM,
-            '"fp32": DeepSpeed cannot accumulate fp16 gradients in fp32 with '
-            "zero_optimization.stage 0; set the stage to 1, or use bf16",
+            "fp16.enabled",
+            "true needs zero_optimization.stage 1 or more, has 0 (without ZeRO DeepSpeed does not "
+            "scale the loss); raise the stage, or use bf16",
         )
 
 

@@ -205,8 +205,7 @@ def _data_types() -> dict[str, Schema]:
     return {
         c.GRAD_ACCUM_DTYPE: {
             "enum": DTYPES,
-            "description": "Type in which gradients are accumulated; absent: fp32 wherever "
-            "DeepSpeed can (not with fp16 and ZeRO stage 0).",
+            "description": "Type in which gradients are accumulated; absent: fp32.",
         },
         c.PARAM_DTYPE: {"enum": DTYPES, "description": "Must agree with bf16/fp16."},
         c.BUFFER_DTYPE: {"enum": DTYPES, "description": "Absent: as the model has them."},

@@ -73,11 +73,7 @@ class Draft:
 
     @property
     def grad_accum_dtype(self) -> str:
-        """fp32 wherever DeepSpeed can: not with fp16 and ZeRO stage 0 (its engine.py,
-        ``_do_optimizer_sanity_check``; ds4d's engine lifts that for bf16)."""
-        if given := self.given("data_types.grad_accum_dtype"):
-            return given
-        return "fp16" if self.param_dtype == "fp16" and self.zero_stage == 0 else "fp32"
+        return self.given("data_types.grad_accum_dtype") or "fp32"
 
     @cached_property
     def model(self) -> model_facts.ModelFacts:

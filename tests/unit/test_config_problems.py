@@ -237,9 +237,9 @@ WRONG = {
         {"train_batch_size": "missing: give a number for train_batch_size or for train_micro"},
     ),
     # -- DeepSpeed
-    "fp16 without ZeRO in fp32": (
-        dict(fp16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}),
-        {"data_types.grad_accum_dtype": "cannot accumulate fp16 gradients in fp32"},
+    "fp16 without ZeRO": (
+        dict(fp16={"enabled": True}),
+        {"fp16.enabled": "true needs zero_optimization.stage 1 or more, has 0"},
     ),
     "types that mix": (
         dict(bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp16", "param_dtype": "fp16"}),

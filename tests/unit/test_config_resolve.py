@@ -74,7 +74,7 @@ def test_schedules_of_ds4d():
         ({"bf16": {"enabled": "auto"}}, 2, PrecisionConfig("bf16", "fp32")),
         ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, 1, PrecisionConfig("bf16")),
         ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": True}}, 1, PrecisionConfig("fp16")),
-        ({"fp16": {"enabled": True}}, 0, PrecisionConfig("fp16", "fp16")),
+        ({"fp16": {"enabled": True}}, 3, PrecisionConfig("fp16", "fp32")),
         ({"fp16": {"enabled": "auto"}}, 1, PrecisionConfig("fp32")),
         (
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
