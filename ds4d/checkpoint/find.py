@@ -13,6 +13,7 @@ from ds4d.checkpoint.folder import (
     Manifest,
     checkpoints_folder,
     complete_manifest,
+    step_folders,
 )
 
 logger = logging.getLogger(__name__)
@@ -34,21 +35,19 @@ def list_checkpoints(root: Path) -> list[Checkpoint]:
     Reads each manifest and the size of each file, no contents.
     """
     found = []
-    parent = checkpoints_folder(root)
-    for folder in sorted(parent.iterdir()) if parent.is_dir() else []:
-        if match := STEP_FOLDER.fullmatch(folder.name):
-            try:
-                manifest, problem = complete_manifest(folder), None
-            except CheckpointError as error:
-                manifest, problem = None, str(error)
-            found.append(Checkpoint(folder, int(match[2]), manifest, problem))
+    for step, folder in step_folders(root):
+        try:
+            manifest, problem = complete_manifest(folder), None
+        except CheckpointError as error:
+            manifest, problem = None, str(error)
+        found.append(Checkpoint(folder, step, manifest, problem))
     complete = [each for each in found if each.manifest]
     unusable = [each for each in found if not each.manifest]
     return sorted(complete, key=lambda c: -c.manifest.generation) + unusable
 
 
 def find(root: Path, which: str) -> Path | None:
-    """The folder of the checkpoint that ``which`` means. Call it on one rank and tell the others.
+    """The folder of the checkpoint that ``which`` means. Not collective.
 
     Args:
         root: the run folder (``--output``).

@@ -51,6 +51,14 @@ def checkpoints_folder(root: Path) -> Path:
     return root / "checkpoints"
 
 
+def step_folders(root: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of all that may be checkpoints in a run folder, by name."""
+    parent = checkpoints_folder(root)
+    paths = sorted(parent.iterdir()) if parent.is_dir() else []
+    matches = ((STEP_FOLDER.fullmatch(path.name), path) for path in paths)
+    return [(int(match[2]), path) for match, path in matches if match]
+
+
 def step_name(step: int) -> str:
     return f"step-{step:08d}"
 

@@ -18,6 +18,7 @@ import io
 import os
 import shutil
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -46,6 +47,8 @@ from ds4d.checkpoint.folder import (
     checkpoints_folder,
     complete_manifest,
     rank_state_name,
+    read_manifest,
+    step_folders,
     step_name,
 )
 from ds4d.checkpoint.logical import LogicalTensor
@@ -81,6 +84,7 @@ def save(
     Collective: ``group`` (default: the world); without ``torch.distributed``, one rank.
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
+    assert keep is None or keep > 0, f"keep {keep} would remove the checkpoint just written"
     planner, temp = PieceSavePlanner(), None
     final = checkpoints_folder(root) / step_name(step)
     outcome = "was not saved"
@@ -148,7 +152,7 @@ def _manifest(step: int, extra: dict[str, Any], records: list[list[FileRecord]])
 
 def _publish(temp: Path, final: Path, manifest: Manifest) -> None:
     """Give the temporary folder its manifest and its final name."""
-    replace(manifest, generation=_last_generation(final.parent) + 1).write(temp)
+    replace(manifest, generation=_last_generation(final.parent.parent) + 1).write(temp)
     complete_manifest(temp)
     sync_folder(temp)
     aside = final.with_name(SET_ASIDE + final.name)
@@ -163,9 +167,12 @@ def _publish(temp: Path, final: Path, manifest: Manifest) -> None:
     sync_folder(final.parent)
 
 
-def _last_generation(parent: Path) -> int:
-    complete = (each.manifest for each in list_checkpoints(parent.parent) if each.manifest)
-    return max((manifest.generation for manifest in complete), default=0)
+def _last_generation(root: Path) -> int:
+    generations = [0]
+    for _, folder in step_folders(root):
+        with suppress(CheckpointError):  # a damaged one does not count
+            generations.append(read_manifest(folder).generation)
+    return max(generations)
 
 
 def _tidy(final: Path, keep: int | None) -> None:
@@ -174,9 +181,10 @@ def _tidy(final: Path, keep: int | None) -> None:
     aside = final.with_name(SET_ASIDE + final.name)
     if aside.exists():
         discard(aside)
-    complete = [each.folder for each in list_checkpoints(final.parent.parent) if each.manifest]
-    for folder in complete[keep:] if keep else []:
-        discard(folder)
+    if keep is not None:
+        complete = [c.folder for c in list_checkpoints(final.parent.parent) if c.manifest]
+        for folder in complete[keep:]:
+            discard(folder)
 
 
 def _remove(temp: Path | None) -> None:
