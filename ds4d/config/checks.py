@@ -18,8 +18,8 @@ MODELS = ("ds4d.model.path", "ds4d.model.config")
 
 # -- layout and batch -----------------------------------------------------------------------------
 
-# Axes of which this version has the configuration but not the machinery: an issue that builds one deletes its
-# line.
+# Axes of which this version has the configuration but not the machinery: the issue that builds one
+# deletes its line.
 AXES_NOT_BUILT = {
     "tp": "tensor parallelism",
     "pp": "pipeline parallelism",

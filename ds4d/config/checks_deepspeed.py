@@ -1,4 +1,4 @@
-"""What is wrong with the DeepSpeed keys: precision, and what DeepSpeed itself would refuse, late."""
+"""What is wrong with the DeepSpeed keys: what DeepSpeed itself would refuse late, or get wrong."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def _plain_blocks() -> dict[str, Schema]:
             "DeepSpeed's profiler of floating-point operations.",
             _typed(flops, output_file={"type": ["string", "null"]}),
         ),
-        "aio": block("Asynchronous reading and writing for NVMe offload.", _typed(AIO_DEFAULT_DICT)),
+        "aio": block("Reading and writing for NVMe offload.", _typed(AIO_DEFAULT_DICT)),
         "timers": block(
             "DeepSpeed's timers.", {"throughput": class_schema(DeepSpeedThroughputTimerConfig)}
         ),

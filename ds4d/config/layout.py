@@ -56,7 +56,6 @@ def group_ranks(name: str, parallel: ParallelConfig) -> list[list[int]]:
         coordinate = dict(zip(outer, fixed))
         members = product(*(range(getattr(parallel, axis)) for axis in AXES if axis in inner))
         names = [axis for axis in AXES if axis in inner]
-        groups.append(
-            sorted(rank_of(Coordinate(**coordinate, **dict(zip(names, m))), parallel) for m in members)
-        )
+        places = (Coordinate(**coordinate, **dict(zip(names, m))) for m in members)
+        groups.append(sorted(rank_of(place, parallel) for place in places))
     return groups

@@ -66,7 +66,7 @@ def block(description: str, properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def annotation_schema(annotation: Any, metadata: tuple[Any, ...] = ()) -> dict[str, Any]:
-    """The schema of a type; ``metadata`` holds bounds: annotated-types or (JSON Schema word, value)."""
+    """The schema of a type; ``metadata`` holds its bounds, annotated-types or (word, value)."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return annotation_schema(args[0], (*metadata, *args[1:]))

@@ -18,9 +18,7 @@ Count = Annotated[int, ("minimum", 1)]
 NonNegative = Annotated[int, ("minimum", 0)]
 Positive = Annotated[float, ("exclusiveMinimum", 0)]
 _BOUND = r"\s*(-?\d+|\d+(\.\d+)?\s*%)?\s*"
-Slice = Annotated[
-    str, ("pattern", f"^{_BOUND}:{_BOUND}$"), ("examples", ("95%:", "100:200"))
-]
+Slice = Annotated[str, ("pattern", f"^{_BOUND}:{_BOUND}$"), ("examples", ("95%:", "100:200"))]
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class SourceConfig:
     "python_stdlib": the sources of the running Python's standard library."""
 
     path: str | tuple[str, ...] | None = None
-    """A file, a glob or a list of them (text, jsonl, parquet, tokens), or a folder or hub id (hf)."""
+    """A file, a glob or a list of them (text, jsonl, parquet, tokens); a folder or hub id (hf)."""
 
     field: str = "text"
     """Which field of a row holds the text (jsonl, parquet, hf)."""

@@ -19,7 +19,7 @@ NOT_IN_DS4D: Mapping[str, str] = {
     "pipeline": "ds4d runs pipelines itself; write ds4d.parallel.pp and ds4d.pipeline.",
     "checkpoint": "ds4d writes its own checkpoints; write ds4d.checkpoint.",
     "datastates_ckpt": "ds4d writes its own checkpoints; write ds4d.checkpoint.",
-    "data_efficiency": "ds4d feeds the data itself, in an order that no layout changes; see ds4d.data.",
+    "data_efficiency": "ds4d feeds the data itself, in one order for every layout; see ds4d.data.",
     "autotuning": "ds4d does not run DeepSpeed's autotuner; see `ds4d plan`.",
     "hybrid_engine": "DeepSpeed's engine for RLHF is not part of ds4d; remove the block.",
     "weight_quantization": "Of DeepSpeed's inference, not of training; remove the block.",
@@ -86,8 +86,8 @@ FOREIGN_WORDS: Mapping[str, str] = {
     "lr_scheduler_type": "scheduler.type",
 }
 
-# DeepSpeed's or torch's optimizers that ds4d refuses: under ZeRO each rank updates a flat slice, and
-# a rule that looks at whole matrices would change the training curve with the layout.
+# DeepSpeed's or torch's optimizers that ds4d refuses: under ZeRO each rank updates a flat slice,
+# and a rule that looks at whole matrices would change the training curve with the layout.
 _WHOLE_MATRICES = "looks at whole matrices, which ZeRO cuts: the result would depend on the layout"
 _APPROXIMATE = "compresses gradients, so that the result would depend on the layout"
 REFUSED_OPTIMIZERS: Mapping[str, str] = {

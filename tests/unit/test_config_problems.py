@@ -242,7 +242,10 @@ WRONG = {
         {"fp16.enabled": "true needs zero_optimization.stage 1 or more, has 0"},
     ),
     "types that mix": (
-        dict(bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp16", "param_dtype": "fp16"}),
+        dict(
+            bf16={"enabled": True},
+            data_types={"grad_accum_dtype": "fp16", "param_dtype": "fp16"},
+        ),
         {
             "data_types.grad_accum_dtype": '"fp16": bf16 parameters need fp32 or bf16',
             "data_types.param_dtype": "by bf16 and fp16 the parameters are bf16",
@@ -368,7 +371,8 @@ def test_tokens_need_no_tokenizer(tmp_path):
 
 def test_positions_are_learned_or_scaled():
     rope = {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 64}
-    assert problems(changed(ds4d__model__config__rope_parameters=rope, ds4d__data__seq_len=256)) == {}
+    scaled = dict(ds4d__model__config__rope_parameters=rope, ds4d__data__seq_len=256)
+    assert problems(changed(**scaled)) == {}
     learned = {"model_type": "gpt2", "vocab_size": "auto", "n_positions": 32}
     found = problems(changed(ds4d__model__config=learned))
     assert "64 is more than the 32 positions" in found["ds4d.data.seq_len"]

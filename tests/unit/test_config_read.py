@@ -78,7 +78,8 @@ def test_key_lines():
 
 
 def test_problems_come_in_file_order_with_lines(tmp_path):
-    text = json.dumps({"gradient_clipp1ng": 1.0, **SMALL, "zero_optimization": {"stage": 9}}, indent=1)
+    content = {"gradient_clipp1ng": 1.0, **SMALL, "zero_optimization": {"stage": 9}}
+    text = json.dumps(content, indent=1)
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path, text))
     first, second = caught.value.problems

@@ -1,4 +1,4 @@
-"""What a right file becomes: batch, "auto", precision, notes, the resolved file, DeepSpeed's dict."""
+"""What a right file becomes: "auto", precision, notes, the resolved file, DeepSpeed's dict."""
 
 from __future__ import annotations
 
@@ -143,7 +143,8 @@ NOTES = {
     "another stage's keys": (
         {"zero_optimization": {"stage": 1, "stage3_max_live_parameters": 1, "sub_group_size": 5}},
         [
-            "zero_optimization.stage3_max_live_parameters has no effect: it is for stage 3, this is 1",
+            "zero_optimization.stage3_max_live_parameters has no effect: it is for stage 3, "
+            "this is 1",
             "zero_optimization.sub_group_size has no effect: it is for stage 3, this is 1",
         ],
     ),
@@ -190,7 +191,10 @@ def test_a_note_says_that_the_world_was_guessed():
     "changes",
     [
         {},
-        {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}},
+        {
+            "bf16": {"enabled": "auto"},
+            "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+        },
         {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1}}},
         {"activation_checkpointing": {}, "ds4d__training": {"epochs": 0.5}},
         {"ds4d__pipeline__split": [0, "1"], "gradient_clipping": "auto"},
