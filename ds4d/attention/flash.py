@@ -32,7 +32,8 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, sinks, bias, way: Way):
-        out, lse = way.forward(query, key, value, bias)
+        with torch.autocast(query.device.type, enabled=False):  # its dtypes are its own matter
+            out, lse = way.forward(query, key, value, bias)
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype))
             out = (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype)

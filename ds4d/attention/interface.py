@@ -37,14 +37,10 @@ def attention(
     """ds4d's entry in transformers' ``AttentionInterface``; the arguments are transformers'.
 
     Args:
-        query: [B, H, q, D].
-        key: [B, K, k, D].
-        value: [B, K, k, Dv].
+        query: [B, H, q, D]; key [B, K, k, D]; value [B, K, k, Dv].
         attention_mask: what ``lazy_mask`` made; or a user's own mask [B | 1, H | 1, q, k], boolean
-            or to be added to the scores; or None: causal if ``is_causal`` (default: the module's
-            ``is_causal``).
-        s_aux: attention sinks, [H], or
-        sinks: [B, H, q, 1].
+            or to be added to the scores; or None: causal if ``is_causal`` (default: the module's).
+        s_aux: attention sinks, [H]; or ``sinks``, [B, H, q, 1].
         documents: attention inside each of them only, whatever else the mask says.
 
     Returns:
@@ -58,46 +54,51 @@ def attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    if documents is not None and documents.ids.shape != (query.shape[0], num_queries):
-        raise ValueError(
-            f"documents describe {list(documents.ids.shape)} tokens, but the model was given "
-            f"{[query.shape[0], num_queries]}"
-        )
-    if documents is not None and num_queries != num_keys:
-        raise ValueError(
-            f"documents with a key/value cache ({num_queries} queries, {num_keys} keys): call the "
-            "model with use_cache=False"
-        )
-    if isinstance(attention_mask, LazyMask):
-        visible = attention_mask.visible(documents)
-    elif attention_mask is not None:
-        visible = _given(attention_mask, num_queries, num_keys, documents)
-    else:
+    num_queries, num_keys = lengths = query.shape[2], key.shape[2]
+    if documents is not None:
+        _check_documents(documents, query.shape[0], *lengths)
+    if attention_mask is None:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        visible = _unmasked(num_queries, num_keys, is_causal, sliding_window, documents)
-    if visible.causal and (last := num_queries + visible.offset) < num_keys:
-        # a static cache not filled yet
-        key, value, num_keys = key[:, :, :last], value[:, :, :last], last
+        visible = _unmasked(*lengths, is_causal, sliding_window, documents)
+    elif isinstance(attention_mask, LazyMask) and attention_mask.shape[2:] == lengths:
+        visible = attention_mask.visible(documents)
+    else:
+        visible = _given(attention_mask, *lengths, documents)
+    if visible.causal:  # a static cache holds keys that are not there yet
+        num_keys = min(num_keys, num_queries + visible.offset)
     call = Call(
         query,
-        key,
-        value,
+        key[:, :, :num_keys],
+        value[:, :, :num_keys],
         visible.simplified(num_queries, num_keys),
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         dropout=dropout,
         softcap=softcap,
         sinks=s_aux if sinks is None else sinks[..., 0].transpose(1, 2),
-        bias=position_bias,
+        bias=None if position_bias is None else position_bias[..., :num_keys],
     )
     return attend(call), None
+
+
+def _check_documents(documents: Documents, batch: int, num_queries: int, num_keys: int) -> None:
+    if documents.ids.shape != (batch, num_queries):
+        raise ValueError(
+            f"documents describe {list(documents.ids.shape)} tokens, but the model was given "
+            f"{[batch, num_queries]}"
+        )
+    if num_queries != num_keys:
+        raise ValueError(
+            f"documents with a key/value cache ({num_queries} queries, {num_keys} keys): call the "
+            "model with use_cache=False"
+        )
 
 
 def _given(
     mask: torch.Tensor, num_queries: int, num_keys: int, documents: Documents | None
 ) -> Visible:
-    """A mask that the user made."""
-    if mask.ndim != 4 or mask.shape[2] not in (1, num_queries) or mask.shape[3] < num_keys:
+    """A mask that the user, or the model itself, made."""
+    fits = mask.ndim == 4 and mask.shape[2] in (1, num_queries) and mask.shape[3] >= num_keys
+    if isinstance(mask, LazyMask) or not fits:  # a lazy one has the lengths of another layer
         raise ValueError(
             f"an attention mask of shape {list(mask.shape)} reached ds4d's attention, which takes "
             f"[batch or 1, heads or 1, {num_queries} queries, {num_keys} keys]"

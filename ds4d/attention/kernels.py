@@ -84,11 +84,12 @@ def choose(call: Call) -> Kernel:
 
 def _fits_sdpa(call: Call) -> bool:
     visible = call.visible
-    is_limited = visible.window is not None or visible.documents or visible.general
     is_upper_left = call.query.shape[2] == call.key.shape[2] and visible.offset == 0
     return (
         call.is_plain
-        and not is_limited
+        and visible.window is None
+        and visible.documents is None
+        and visible.general is None
         and (is_upper_left or not visible.causal)
         and _sdpa_drops(call)
     )
@@ -155,8 +156,8 @@ def _fits_cuda_flash(call: Call) -> bool:
         and visible.causal
         and visible.offset == 0
         and query.shape[2] == call.key.shape[2]
-        and query.shape[-1] <= 256
-        and query.shape[-1] % 8 == 0
+        and (wide := max(query.shape[-1], call.value.shape[-1])) <= 256
+        and wide % 8 == 0
     )
 
 

@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.utils._pytree import tree_map
 from transformers.masking_utils import causal_mask_function
 
 from ds4d.attention.documents import PADDING, Documents
@@ -138,9 +139,10 @@ class LazyMask:
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        dense = lambda x: x.dense() if isinstance(x, LazyMask) else x  # noqa: E731
-        args = [[dense(x) for x in arg] if type(arg) in (list, tuple) else dense(arg) for arg in args]
-        return function(*args, **{name: dense(arg) for name, arg in (kwargs or {}).items()})
+        args, kwargs = tree_map(
+            lambda x: x.dense() if isinstance(x, LazyMask) else x, (args, kwargs or {})
+        )
+        return function(*args, **kwargs)
 
 
 def _by_broadcast(function: Callable, batch, head, q, k) -> torch.Tensor:

@@ -215,9 +215,7 @@ def _distance_mask(
     return visible if window is None else visible & (key > query - window)
 
 
-def block_mask(
-    block: Block, general: General | None, device: torch.device
-) -> torch.Tensor | None:
+def block_mask(block: Block, general: General | None, device: torch.device) -> torch.Tensor | None:
     """All that is visible in a block: bool, or numbers to add, that broadcast to [rows, H, q, k].
 
     None: everything.

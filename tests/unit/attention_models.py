@@ -62,7 +62,9 @@ def config(family: str, **changes: object) -> transformers.PretrainedConfig:
     return getattr(transformers, name)(**fields | changes)
 
 
-def build(config: transformers.PretrainedConfig, implementation: str) -> transformers.PreTrainedModel:
+def build(
+    config: transformers.PretrainedConfig, implementation: str
+) -> transformers.PreTrainedModel:
     """Equal weights for equal configs, whatever the implementation."""
     if implementation == "ds4d":
         register()
@@ -92,7 +94,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_same_gradients(ours: dict, reference: dict, tolerance: float = 1e-5) -> None:
-    """Relative L2 of each gradient; of those that are zero but for rounding, next to the largest."""
+    """Relative L2 of each gradient; one that is zero but for rounding, next to the largest."""
     assert ours.keys() == reference.keys() and ours
     largest = max(g.norm() for g in reference.values())
     for name, expected in reference.items():

@@ -19,7 +19,8 @@ def _forward(
     assert not return_debug_mask and dropout_p == 0.0
     out, lse = query.new_empty(query.shape), query.new_empty(query.shape[1::-1])
     for a, z in zip(cum_q[:-1], cum_q[1:]):
-        scores = _scores(query[a:z], key[a:z], is_causal, scale, window_size_left, window_size_right)
+        window = window_size_left, window_size_right
+        scores = _scores(query[a:z], key[a:z], is_causal, scale, *window)
         lse[:, a:z] = scores.logsumexp(-1)
         out[a:z] = _weigh(scores.softmax(-1), value[a:z])
     return out, lse, torch.tensor(0), torch.tensor(0), torch.tensor(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds4d.attention import kernels, visible
 from ds4d.attention.documents import Documents
+from ds4d.attention.interface import attention
 from ds4d.attention.kernels import KERNELS, Call, attend, choose
 from ds4d.attention.visible import Visible, blocks, cut_mask
 from tests.unit import fake_flash
@@ -138,7 +140,7 @@ def _without_blind_queries(call: Call) -> Call:
         documents=call.visible.documents,
         general=partial(cut_mask, mask),
     )
-    return Call(call.query, call.key, call.value, seen, call.scale, 0.0, call.softcap, None, call.bias)
+    return replace(call, visible=seen)
 
 
 @pytest.mark.parametrize("name", ["sdpa with a small mask", "cpu flash", "plain"])
@@ -211,8 +213,9 @@ def test_dropout(seen, small_blocks):
 def test_dropout_gradient_of_queries_and_keys_is_the_slope(monkeypatch):
     monkeypatch.setattr(torch, "randint", lambda *_: 7)  # the seed of what is dropped
     call = _call(VISIBLE["causal"](), {"dropout": 0.4})
-    q, k = call.query[:, :, :6].detach().requires_grad_(), call.key[:, :, :6].detach().requires_grad_()
-    v = call.value[:, :, :6].detach()
+    q, k, v = call.query[:1, :2, :6], call.key[:1, :1, :6], call.value[:1, :1, :6]
+    q, k, v = q.detach(), k.detach(), v.detach()
+    q.requires_grad_(), k.requires_grad_()
     attention = lambda q, k: attend(Call(q, k, v, call.visible, 0.3, 0.4))  # noqa: E731
     assert torch.autograd.gradcheck(attention, (q, k))
 
@@ -273,3 +276,15 @@ def test_blocks_compute_little_that_is_not_seen(split):
 def _scores(block: visible.Block) -> int:
     (q0, q1), (k0, k1) = block.queries, block.keys
     return (q1 - q0) * (k1 - k0)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_autocast_decides_the_dtype_and_nothing_else(softcap):
+    """Inside, sums stay in fp32: as if the inputs had come in bf16."""
+    q, k, v = torch.randn(3, 1, 2, 24, 8).unbind()
+    documents = Documents.from_ids(torch.arange(2).repeat_interleave(12)[None])
+    arguments = dict(softcap=softcap, documents=documents)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = attention(None, q, k, v, None, **arguments)
+    expected, _ = attention(None, *(x.bfloat16() for x in (q, k, v)), None, **arguments)
+    assert torch.equal(out, expected) and out.dtype == torch.bfloat16

@@ -91,7 +91,8 @@ def test_dense_and_block_are_what_sdpa_would_get(name, use_vmap):
     function, _ = FUNCTIONS[name]
     padding = torch.ones(2, S, dtype=torch.bool)
     padding[1, :3] = False
-    mask, expected = _lazy(function, attention_mask=padding), _sdpa(function, attention_mask=padding)
+    mask = _lazy(function, attention_mask=padding)
+    expected = _sdpa(function, attention_mask=padding)
     mask.use_vmap = use_vmap
     assert torch.equal(mask.dense(), expected)
     assert torch.equal(mask.block((1, 2), (4, 9), (2, 20)), expected[1:2, :, 4:9, 2:20])
@@ -99,7 +100,7 @@ def test_dense_and_block_are_what_sdpa_would_get(name, use_vmap):
 
 def test_offsets_of_a_cache():
     shape = dict(q_length=3, kv_length=10, q_offset=9, kv_offset=2)
-    padding = torch.ones(2, 9, dtype=torch.bool)  # the last keys of a static cache are not there yet
+    padding = torch.ones(2, 9, dtype=torch.bool)  # a static cache: the last keys don't exist yet
     padding[0, :4] = False
     for function, _ in (FUNCTIONS["causal"], FUNCTIONS["window"]):
         mask = _lazy(function, attention_mask=padding, **shape)
