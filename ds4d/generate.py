@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Sequence
 
@@ -131,12 +132,13 @@ class _CheckpointTensors:
             )
         tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
         whole = Piece((0,) * tensor.dim(), tensor)
-        dcp.load(
-            {key: LogicalTensor(tuple(tensor.shape), tensor.dtype, (whole,))},
-            storage_reader=self._reader,
-            planner=PieceLoadPlanner(),
-            no_dist=True,
-        )
+        with warnings.catch_warnings(action="ignore"):  # DCP says that it is one process
+            dcp.load(
+                {key: LogicalTensor(tuple(tensor.shape), tensor.dtype, (whole,))},
+                storage_reader=self._reader,
+                planner=PieceLoadPlanner(),
+                no_dist=True,
+            )
         return tensor
 
 
@@ -175,7 +177,8 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> Batch
     )
     for number, length in enumerate(batch["attention_mask"].sum(-1).tolist(), start=1):
         if length == 0:
-            raise ValueError(f"prompt {number} has no token: {prompts[number - 1]!r}; give some text")
+            text = prompts[number - 1]
+            raise ValueError(f"prompt {number} has no token: {text!r}; give some text")
     return batch
 
 

@@ -36,6 +36,7 @@ KEPT = frozenset(
         aten.mm.default,
         aten.addmm.default,
         aten._grouped_mm.default,
+        aten._flash_attention_forward.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
@@ -147,7 +148,7 @@ def _dtype_of(name: str, tensor: Tensor, model: PreTrainedModel) -> torch.dtype:
 
 
 def _become(tensor: Tensor, value: Tensor) -> None:
-    """Give a meta tensor memory and a value, in place: every holder of it, tied ones too, sees it."""
+    """Give a meta tensor memory and a value in place, so that all who hold it (ties) see it."""
     if value.untyped_storage().nbytes() != value.nbytes:  # a view would keep all it was cut from
         value = value.clone()
     if isinstance(tensor, nn.Parameter):

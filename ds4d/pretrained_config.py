@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
+import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -137,20 +142,33 @@ def _from_fields(fields: Mapping[str, Any]) -> PreTrainedConfig:
 def _unknown_fields(
     path: str, fields: Mapping[str, Any], config: PreTrainedConfig
 ) -> Iterator[str]:
-    """A field is unknown when the config does not declare it and kept it all the same.
+    """A field is unknown when it has no effect: the config does not declare it and kept it all the
+    same, and the model's code does not read it.
 
-    Older spellings (``rope_theta``, ``torch_dtype``) are not declared either, but are turned into
-    what is; so they are known exactly where they have an effect.
+    Older spellings (``rope_theta``) are not declared either but are turned into what is; a few
+    fields (``head_dim`` of qwen3_moe) are only read.
     """
     declared = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map)
     for name, value in fields.items():
         if name in config.sub_configs and isinstance(value, Mapping):
             yield from _unknown_fields(f"{path}.{name}", value, getattr(config, name))
-        elif name not in declared and name not in BOOKKEEPING and name in vars(config):
-            yield (
-                f"{path}.{name}: {config.model_type} has no such field"
-                f"{_nearest(name, sorted(declared))}"
-            )
+        elif (
+            name not in declared
+            and name not in BOOKKEEPING
+            and name in vars(config)
+            and not _is_read(name, config)
+        ):
+            close = _nearest(name, sorted(declared))
+            yield f"{path}.{name}: {config.model_type} has no such field{close}"
+
+
+def _is_read(name: str, config: PreTrainedConfig) -> bool:
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model is None:
+        return False
+    modules = {base.__module__ for base in model.__mro__ if issubclass(base, PreTrainedModel)}
+    reads = re.compile(rf"\bconfig\.{name}\b|attr\([^()]*config, \"{name}\"")
+    return any(reads.search(inspect.getsource(sys.modules[module])) for module in modules)
 
 
 def _nearest(name: str, known: list[str]) -> str:
