@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.engine import BFLOAT16, DeepSpeedEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 from ds4d import optimizer_state
@@ -60,7 +60,7 @@ class StepResult:
 
 
 class _ZeroEngine(DeepSpeedEngine):
-    """DeepSpeed's engine, with its gaps on ZeRO stage 0 and the CPU closed (shared/deepspeed_facts.md 2, 3)."""
+    """DeepSpeed's engine, with its gaps on fp32 without ZeRO and on the CPU closed."""
 
     def _do_sanity_check(self):
         # torch computes fp16 on every CPU; DeepSpeed wants special instructions for it.
@@ -68,13 +68,6 @@ class _ZeroEngine(DeepSpeedEngine):
         if accelerator.device_name() == "cpu":
             accelerator.is_fp16_supported = lambda: True
         super()._do_sanity_check()
-
-    def _do_optimizer_sanity_check(self, basic_optimizer):
-        # bf16 without ZeRO would accumulate in bf16; the optimizer that DeepSpeed's pipeline uses
-        # there accumulates in fp32.
-        if self.bfloat16_enabled() and not self.zero_optimization():
-            return BFLOAT16
-        return super()._do_optimizer_sanity_check(basic_optimizer)
 
     def _take_model_step(self, lr_kwargs):
         # fp32 without ZeRO has no wrapper: no norm is kept and a non-finite step is taken.
@@ -164,7 +157,6 @@ class Engine:
             config=config,
             config_class=DeepSpeedConfig(config, mpu),
         )
-        optimizer_state.forget_dummy_step(engine.optimizer)
         return cls(model, engine, mesh, device)
 
     @property

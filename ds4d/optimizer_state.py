@@ -4,11 +4,9 @@ lays weights and moments out in memory.
 Whatever the stage, the trainable state is a list of *flats*: tensors that the wrapped torch
 optimizer steps on, each a row of segments that belong to named parameters:
 
-    stage 0, fp32        a flat is a parameter, whole
-    stage 0, fp16        a flat is the fp32 copy of a parameter, whole
-    stage 0, bf16        a flat is this rank's equal part of a parameter group (BF16_Optimizer)
-    stages 1, 2          the same (DeepSpeedZeroOptimizer)
-    stage 3              a flat is a sub-group; each parameter in it is split over the ranks
+    stage 0       a flat is a parameter, whole (half precision runs stage 1, see deepspeed_json)
+    stages 1, 2   a flat is this rank's equal part of a parameter group
+    stage 3       a flat is a sub-group; each parameter in it is split over the ranks
 
 ``Segment`` says which elements of which parameter lie where; from it follow the boxes of the
 logical tensors, as views, for the weights and for every optimizer state of the same length.
@@ -24,7 +22,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
@@ -53,22 +50,12 @@ class Flat:
     segments: tuple[Segment, ...]
 
 
-def _whole(engine: DeepSpeedEngine, groups, copies) -> Iterator[Flat]:
-    for index, (params, keys) in enumerate(zip(groups, copies)):
-        for param, key in zip(params, keys):
-            segment = Segment(
-                engine.param_names[param], tuple(param.shape), 0, param.numel(), 0
-            )
-            yield Flat(key, key.detach().view(-1), index, (segment,))
-
-
 def _plain_flats(engine: DeepSpeedEngine) -> Iterator[Flat]:
-    groups = [group["params"] for group in engine.optimizer.param_groups]
-    return _whole(engine, groups, groups)
-
-
-def _fp16_flats(engine: DeepSpeedEngine) -> Iterator[Flat]:
-    return _whole(engine, engine.optimizer.fp16_groups, engine.optimizer.fp32_groups)
+    for index, group in enumerate(engine.optimizer.param_groups):
+        for param in group["params"]:
+            name, shape = engine.param_names[param], tuple(param.shape)
+            segment = Segment(name, shape, 0, param.numel(), 0)
+            yield Flat(param, param.detach().view(-1), index, (segment,))
 
 
 def _partition_flats(
@@ -135,7 +122,6 @@ def _flats(engine: DeepSpeedEngine) -> Iterator[Flat]:
         (BF16_Optimizer, _bf16_flats),
         (DeepSpeedZeroOptimizer_Stage3, _zero3_flats),
         (DeepSpeedZeroOptimizer, _zero12_flats),
-        (FP16_UnfusedOptimizer, _fp16_flats),
         (torch.optim.Optimizer, _plain_flats),
     ):
         if isinstance(engine.optimizer, kind):
@@ -233,19 +219,10 @@ def scalars(engine: DeepSpeedEngine) -> dict[str, Any]:
     }
 
 
-def _scaler(engine: DeepSpeedEngine) -> Any:
-    """DeepSpeed keeps the dynamic loss scale in one of two objects."""
-    for attribute in ("loss_scaler", "loss_scale_config"):
-        if hasattr(engine.optimizer, attribute):
-            return getattr(engine.optimizer, attribute)
-    return None
-
-
 def _loss_scale(engine: DeepSpeedEngine) -> dict[str, float]:
-    scaler = _scaler(engine) if engine.fp16_enabled() else None
-    if scaler is None:
+    if not engine.fp16_enabled():
         return {}
-    return {k: v for k, v in vars(scaler).items() if type(v) in (int, float)}
+    return {k: v for k, v in vars(engine.optimizer.loss_scaler).items() if type(v) in (int, float)}
 
 
 @torch.no_grad()
@@ -268,7 +245,7 @@ def allocate(engine: DeepSpeedEngine, saved: dict[str, Any]) -> None:
         lambdas = {"lr_lambdas": [None] * len(inner.param_groups)}  # LambdaLR wants the key
         engine.lr_scheduler.load_state_dict(saved["schedule"] | lambdas)
     if saved["loss_scale"]:
-        vars(_scaler(engine)).update(saved["loss_scale"])
+        vars(engine.optimizer.loss_scaler).update(saved["loss_scale"])
     engine.skipped_steps = saved["skipped_steps"]
 
 
@@ -286,17 +263,3 @@ def publish(engine: DeepSpeedEngine) -> None:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
     elif isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
         optimizer.update_lp_params()
-    elif isinstance(optimizer, FP16_UnfusedOptimizer):
-        for params, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups):
-            for param, master in zip(params, masters):
-                param.copy_(master)
-
-
-def forget_dummy_step(optimizer: Any) -> None:
-    """DeepSpeed's fp16 wrapper takes a step with zero gradients when it is made, to allocate
-    moments: it would count as step 1 and decay the weights. Undo it."""
-    if isinstance(optimizer, FP16_UnfusedOptimizer):
-        optimizer.optimizer.state.clear()
-        for params, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups):
-            for param, master in zip(params, masters):
-                master.data.copy_(param.data)

@@ -29,7 +29,7 @@ from ds4d.checkpoint.save import save
 from ds4d.config.errors import ConfigError, Problem
 from ds4d.config.load import load as load_config
 from ds4d.config.load import resolved
-from ds4d.config.report import layout
+from ds4d.config.report import as_dict
 from ds4d.config.types import RunConfig
 from ds4d.data.batch import MicroBatch
 from ds4d.data.errors import DataError
@@ -105,8 +105,9 @@ def _check_hosts_agree(data: PreparedData) -> None:
 
 def _write_run_folder(run: RunConfig, data: PreparedData, output: Path) -> None:
     """``config.resolved.json``, which loads again, and the tokenizer, for export."""
-    facts = {"versions": runtime.versions(), "layout": layout(run), "data": data.report}
-    whole = resolved(run)
+    summary = as_dict(run)
+    whole = summary.pop("config")
+    facts = {"versions": runtime.versions(), **summary, "data": data.report}
     whole["ds4d"] = {**whole["ds4d"], "resolved": facts}
     (output / "config.resolved.json").write_text(json.dumps(whole, indent=2) + "\n")
     if data.tokenizer is not None:

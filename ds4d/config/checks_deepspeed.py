@@ -33,18 +33,6 @@ def types_fit_the_precision(draft: Draft) -> Problems:
         )
 
 
-@rule("bf16.enabled", "fp16.enabled", "zero_optimization.stage")
-def fp16_has_its_loss_scaled(draft: Draft) -> Problems:
-    """Without ZeRO DeepSpeed 0.19.8 divides the gradients by the loss scale, and never multiplied
-    the loss with it (its engine.py, ``backward``): updates and clipping are wrong."""
-    if draft.param_dtype == "fp16" and draft.zero_stage == 0:
-        yield Problem(
-            "fp16.enabled",
-            "true needs zero_optimization.stage 1 or more, has 0 (without ZeRO DeepSpeed does not "
-            "scale the loss); raise the stage, or use bf16",
-        )
-
-
 @rule("torch_autocast", "zero_optimization.stage")
 def autocast_can_scale(draft: Draft) -> Problems:
     if draft.get("torch_autocast.enabled") and draft.given("torch_autocast.dtype") == "float16":
@@ -66,11 +54,25 @@ def offload_fits_the_stage(draft: Draft) -> Problems:
                 f"{ZERO}.{name}",
                 f"needs {ZERO}.stage {lowest}{' or more' if lowest < 3 else ''}, has {stage}",
             )
-        if device == "nvme" and not draft.given(f"{ZERO}.{name}.nvme_path"):
-            yield Problem(f"{ZERO}.{name}.nvme_path", 'missing: device "nvme" needs it')
+        if device == "nvme":
+            yield Problem(
+                f"{ZERO}.{name}.device",
+                '"nvme": ds4d\'s checkpoints read weights and moments from memory; use "cpu"',
+            )
     ratio = draft.get(f"{ZERO}.offload_optimizer.ratio")
     if ratio < 1 and stage != 3:
         yield Problem(f"{ZERO}.offload_optimizer.ratio", f"{ratio}: below 1 needs {ZERO}.stage 3")
+
+
+@rule("zero_optimization.stage", "optimizer.type")
+def adagrad_keeps_its_groups(draft: Draft) -> Problems:
+    """DeepSpeed 0.19.8 builds Adagrad anew from its defaults (stage_1_and_2.py, stage3.py)."""
+    if draft.given("optimizer.type") == "Adagrad" and draft.zero_stage > 0:
+        yield Problem(
+            "optimizer.type",
+            f'"Adagrad" with {ZERO}.stage {draft.zero_stage}: DeepSpeed would forget its parameter '
+            "groups and its schedule; use stage 0, or another optimizer",
+        )
 
 
 @rule("zero_optimization", "ds4d.model")

@@ -178,7 +178,7 @@ def _plain_blocks() -> dict[str, Schema]:
     return {
         "activation_checkpointing": block(
             "Recompute activations in the backward pass: with this block present, every layer "
-            'is (see ds4d.training.recompute for "selective").',
+            'is (see ds4d.recompute for "selective").',
             _typed(ACT_CHKPT_DEFAULT, number_checkpoints={"type": ["integer", "null"]}),
         ),
         "flops_profiler": block(

@@ -19,7 +19,19 @@ from ds4d.config.types import SECTIONS
 PATH = Path(__file__).with_name("schema.json")
 
 # Defaults of the file that load resolves to something else: path -> the default.
-AUTO_DEFAULTS = {("parallel", "dp"): "auto", ("training", "recompute"): "auto"}
+AUTO_DEFAULTS = {("parallel", "dp"): "auto"}
+
+RECOMPUTE = {
+    "enum": ["none", "selective", "full", "auto"],
+    "default": "auto",
+    "description": "Recompute activations in the backward pass instead of keeping them: those "
+    "between the matrix products (selective), or all inside a layer (full). \"auto\": full where "
+    "the file has DeepSpeed's activation_checkpointing block, else none.",
+}
+RESOLVED = {
+    "type": "object",
+    "description": "Facts that ds4d writes into config.resolved.json; not read back.",
+}
 
 MODEL_CONFIG = {
     "type": ["object", "null"],
@@ -57,7 +69,7 @@ def ds4d_schema() -> dict[str, Any]:
     return {
         "type": "object",
         "description": "All that is not DeepSpeed's: model, data, layout, length of the training.",
-        "properties": sections,
+        "properties": {**sections, "recompute": RECOMPUTE, "resolved": RESOLVED},
         "required": ["model", "data", "training"],
         "additionalProperties": False,
     }

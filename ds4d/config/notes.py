@@ -8,8 +8,6 @@ from ds4d.config.draft import Draft
 from ds4d.config.errors import show
 from ds4d.config.validate import default
 
-OFFLOADS = ("zero_optimization.offload_param.device", "zero_optimization.offload_optimizer.device")
-
 
 def _never(_draft: Draft) -> bool:
     return False
@@ -33,13 +31,10 @@ WITHOUT_EFFECT = {
         }.items()
     },
     "activation_checkpointing": (
-        lambda draft: draft.get("ds4d.training.recompute") != "none",
-        "ds4d.training.recompute is none",
+        lambda draft: draft.get("ds4d.recompute") != "none",
+        "ds4d.recompute is none",
     ),
-    "aio": (
-        lambda draft: "nvme" in map(draft.given, OFFLOADS),
-        "nothing is offloaded to NVMe",
-    ),
+    "aio": (_never, "nothing is offloaded to NVMe"),
     "steps_per_print": (_never, "ds4d prints every step"),
     "dataloader_drop_last": (_never, "ds4d feeds the data itself"),
     "vocabulary_size": (_never, "the model's config has it"),
@@ -98,6 +93,11 @@ def find_notes(draft: Draft) -> Iterator[str]:
     yield from _zero_keys(draft)
     yield from _source_keys(draft)
     yield from _peak_of_warmup(draft)
+    if draft.zero_stage == 0 and draft.param_dtype != "fp32":
+        yield (
+            f"{draft.param_dtype} with zero_optimization.stage 0 runs DeepSpeed's stage 1, whose "
+            "numbers are those of fp32 accumulation and a scaled loss: its stage 0 has neither"
+        )
     if draft.given("bf16.bf16_master_weights_and_grads"):
         yield "bf16.bf16_master_weights_and_grads: there is no fp32 copy of weights and moments"
 

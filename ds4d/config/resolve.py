@@ -29,6 +29,7 @@ def resolve(draft: Draft, path: Path | None) -> RunConfig:
         **{name: build(cls, block[name]) for name, cls in SECTIONS.items()},
         batch=draft.batch,
         deepspeed=content,
+        recompute=block["recompute"],
         precision=PrecisionConfig(draft.param_dtype, draft.grad_accum_dtype),
         zero_stage=draft.zero_stage,
         path=path,
@@ -39,9 +40,10 @@ def resolve(draft: Draft, path: Path | None) -> RunConfig:
 def _ds4d_block(draft: Draft) -> dict[str, Any]:
     block = {name: dict(draft.given(f"ds4d.{name}") or {}) for name in SECTIONS}
     block["parallel"]["dp"] = draft.dp
-    if draft.get("ds4d.training.recompute") == AUTO:
+    block["recompute"] = draft.get("ds4d.recompute")
+    if block["recompute"] == AUTO:
         present = draft.given("activation_checkpointing") is not None
-        block["training"]["recompute"] = "full" if present else "none"
+        block["recompute"] = "full" if present else "none"
     return block
 
 
@@ -120,7 +122,7 @@ def _convert(hint: Any, value: Any) -> Any:
 def resolved(run: RunConfig) -> dict[str, Any]:
     """The whole file with nothing left open; it loads again to an equal ``RunConfig``."""
     block = {name: _plain(dataclasses.asdict(getattr(run, name))) for name in SECTIONS}
-    return {**_plain(run.deepspeed), "ds4d": block}
+    return {**_plain(run.deepspeed), "ds4d": {**block, "recompute": run.recompute}}
 
 
 def _plain(value: Any) -> Any:

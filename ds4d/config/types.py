@@ -171,10 +171,6 @@ class TrainingConfig:
     decay_all: bool = False
     """Apply weight decay to norms and biases too."""
 
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in the backward pass instead of keeping them. "auto": "full" where the
-    file has DeepSpeed's ``activation_checkpointing`` block, else "none"."""
-
     eval_every: Count | None = None
     """Steps between evaluations on ``data.eval``."""
 
@@ -238,6 +234,7 @@ class RunConfig:
         deepspeed: the DeepSpeed keys of the file as resolved (no ``"auto"`` left, no ``"ds4d"``);
             ``deepspeed_json.to_deepspeed`` makes from it the dict that DeepSpeed gets.
         batch: resolved batch words.
+        recompute: activation checkpointing.
         zero_stage: ``zero_optimization.stage``, 0 when absent.
         path: the file it came from, None for a dict.
         notes: things the user should hear once (options without effect, and the like).
@@ -254,13 +251,10 @@ class RunConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    recompute: Literal["none", "selective", "full"] = "none"
     zero_stage: int = 0
     path: Path | None = field(default=None, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
-
-    @property
-    def recompute(self) -> str:
-        return self.training.recompute
 
     def replace(self, **changes: Any) -> "RunConfig":
         return dataclasses.replace(self, **changes)

@@ -237,10 +237,6 @@ WRONG = {
         {"train_batch_size": "missing: give a number for train_batch_size or for train_micro"},
     ),
     # -- DeepSpeed
-    "fp16 without ZeRO": (
-        dict(fp16={"enabled": True}),
-        {"fp16.enabled": "true needs zero_optimization.stage 1 or more, has 0"},
-    ),
     "types that mix": (
         dict(
             bf16={"enabled": True},
@@ -255,9 +251,13 @@ WRONG = {
         dict(zero_optimization={"stage": 2, "offload_param": {"device": "cpu"}}),
         {"zero_optimization.offload_param": "needs zero_optimization.stage 3, has 2"},
     ),
-    "NVMe without path": (
+    "offload to NVMe": (
         dict(zero_optimization={"stage": 3, "offload_optimizer": {"device": "nvme"}}),
-        {"zero_optimization.offload_optimizer.nvme_path": 'missing: device "nvme" needs it'},
+        {"zero_optimization.offload_optimizer.device": '"nvme": ds4d\'s checkpoints read'},
+    ),
+    "Adagrad with ZeRO": (
+        dict(zero_optimization={"stage": 1}, optimizer={"type": "Adagrad"}),
+        {"optimizer.type": "DeepSpeed would forget its parameter groups"},
     ),
     "part of the optimizer offloaded": (
         dict(

@@ -131,8 +131,8 @@ def test_whole_numbers_may_be_written_with_an_exponent():
     [
         ({}, "none"),
         ({"activation_checkpointing": {}}, "full"),
-        ({"ds4d__training__recompute": "selective"}, "selective"),
-        ({"activation_checkpointing": {}, "ds4d__training__recompute": "none"}, "none"),
+        ({"ds4d__recompute": "selective"}, "selective"),
+        ({"activation_checkpointing": {}, "ds4d__recompute": "none"}, "none"),
     ],
 )
 def test_recompute(changes, recompute):
@@ -168,8 +168,8 @@ NOTES = {
         ["steps_per_print has no effect: ds4d prints every step"],
     ),
     "recompute switched off": (
-        {"activation_checkpointing": {}, "ds4d__training__recompute": "none"},
-        ["activation_checkpointing has no effect: ds4d.training.recompute is none"],
+        {"activation_checkpointing": {}, "ds4d__recompute": "none"},
+        ["activation_checkpointing has no effect: ds4d.recompute is none"],
     ),
     "nothing": ({}, []),
 }
@@ -234,11 +234,18 @@ def test_what_deepspeed_gets():
 
 
 def test_nothing_is_compiled_on_cpu():
-    nvme = {"device": "nvme", "nvme_path": "/tmp"}
-    run = load(changed(zero_optimization={"stage": 3, "offload_optimizer": nvme}))
-    with pytest.raises(ConfigError, match="offload_optimizer.device: nvme: needs an extension"):
+    run = load(changed(zero_optimization={"stage": 3, "zero_quantized_weights": True}))
+    with pytest.raises(ConfigError, match="zero_quantized_weights: true: needs an extension"):
         to_deepspeed(run, on_cpu=True)
-    assert to_deepspeed(run, on_cpu=False)["zero_optimization"]["offload_optimizer"] == nvme
+    assert to_deepspeed(run, on_cpu=False)["zero_optimization"]["zero_quantized_weights"] is True
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_without_zero_runs_stage_1_and_says_so(precision):
+    run = load(changed(zero_optimization={"stage": 0}, **{precision: {"enabled": True}}))
+    assert run.zero_stage == 0
+    assert to_deepspeed(run, on_cpu=True)["zero_optimization"]["stage"] == 1
+    assert any("runs DeepSpeed's stage 1" in note for note in run.notes)
 
 
 def test_report():

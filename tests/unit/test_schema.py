@@ -107,7 +107,7 @@ def test_deepspeed_accepts_the_defaults():
 
     def defaults(part):
         values = {}
-        for key, inner in part["properties"].items():
+        for key, inner in part.get("properties", {}).items():
             if "default" in inner:
                 values[key] = inner["default"]
             elif inner.get("type") == "object" and "allOf" not in inner:
