@@ -84,8 +84,8 @@ def cut(layout, full):
 SAVED_BY_4 = [(0, 13, 13, 70, 100), (0, 0, 50, 75, 100), "columns", "stages", None]
 LOADED_BY = {  # bounds in per cent (a rank may have nothing), a cut's name, or None: all replicated
     1: [None],
-    2: [(0, 37, 100), "columns", "stages", None],
-    4: [(0, 25, 50, 75, 100), "columns", "stages"],
+    2: [(0, 37, 100), "stages"],
+    4: [(0, 25, 50, 75, 100), "columns"],
 }
 ELEMENTS = len(DTYPES) * sum(torch.Size(shape).numel() for shape in SHAPES)
 
