@@ -153,7 +153,8 @@ def parse_line(line: Line) -> dict[str, Any]:
     try:
         value = json.loads(line.raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise _bad_byte(line.path, line.offset + error.start, f"not UTF-8 ({error.reason})") from None
+        at = line.offset + error.start
+        raise _bad_byte(line.path, at, f"not UTF-8 ({error.reason})") from None
     except json.JSONDecodeError as error:
         cut = "" if line.raw.endswith(b"\n") else "; the last line, perhaps the file was cut off"
         problem = f"column {error.colno}: {error.msg}"

@@ -2,47 +2,33 @@
 
 from __future__ import annotations
 
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from ds4d.config.types import ModelConfig, RunConfig
+from ds4d.config.model_facts import ModelFacts
+from ds4d.config.types import RunConfig
 from ds4d.data.errors import DataError
+from ds4d.pretrained_config import hf_config
 
 
 def vocab_size(run: RunConfig, tokenizer: PreTrainedTokenizerFast | None) -> int:
     """Rows of the model's embedding table; ``"auto"`` takes the tokenizer's.
 
     Raises:
-        DataError: the tokenizer has ids that the table has no row for.
+        DataError: the tokenizer has ids that the table has no row for, or a sample has positions
+            that the model has not (``check`` says so too, where it can read the model's config).
     """
-    if (run.model.config or {}).get("vocab_size") == "auto":
-        if tokenizer is None:
-            raise DataError("ds4d.model.config.vocab_size: 'auto' needs a tokenizer; give a number")
-        return len(tokenizer)
-    size = _text_config(run.model).vocab_size
-    if tokenizer is not None and len(tokenizer) > size:
+    tokens = None if tokenizer is None else len(tokenizer)
+    model = ModelFacts(config=hf_config(run.model, vocab_size=tokens))
+    size, positions = model.get("vocab_size"), model.max_positions
+    if tokens is not None and tokens > size:
         raise DataError(
-            f"ds4d.data.tokenizer: has {len(tokenizer):,} tokens, more than the {size:,} that the "
-            f"model has embeddings for (vocab_size); use the model's own tokenizer, or for a model "
-            f"from scratch set ds4d.model.config.vocab_size to 'auto'"
+            f"ds4d.data.tokenizer: has {tokens:,} tokens, more than the {size:,} that the model "
+            f"has embeddings for (vocab_size); use the model's own tokenizer, or for a model from "
+            f"scratch set ds4d.model.config.vocab_size to 'auto'"
         )
-    return size
-
-
-def check_positions(run: RunConfig) -> None:
-    """Samples must not be longer than the model's last position."""
-    positions = getattr(_text_config(run.model), "max_position_embeddings", None)
-    if positions and run.data.seq_len > positions:
+    if positions is not None and run.data.seq_len > positions:
         raise DataError(
             f"ds4d.data.seq_len: {run.data.seq_len:,} is more than the {positions:,} positions of "
             f"the model (max_position_embeddings); lower it, or raise the model's"
         )
-
-
-def _text_config(model: ModelConfig) -> PretrainedConfig:
-    try:
-        if model.path is not None:
-            return AutoConfig.from_pretrained(model.path).get_text_config()
-        fields = {name: value for name, value in model.config.items() if value != "auto"}
-        return AutoConfig.for_model(**fields).get_text_config()
-    except (OSError, ValueError) as error:
-        raise DataError(f"ds4d.model: {error}") from None
+    return size

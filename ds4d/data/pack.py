@@ -13,7 +13,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import Callable, Iterator, NamedTuple, Protocol
 
-ENDS, CONTINUES, PADDING = 0, 1, 2  # what comes behind a piece: nothing, its target; or it is padding
+# What stands behind a piece: nothing that it must predict, its last target; or it is padding.
+ENDS, CONTINUES, PADDING = 0, 1, 2
 
 Emit = Callable[[list["Piece"]], None]
 

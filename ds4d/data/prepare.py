@@ -19,7 +19,7 @@ from ds4d.data.build import build_text_store
 from ds4d.data.cache import Cache, digest
 from ds4d.data.corpus import Corpus
 from ds4d.data.errors import DataError
-from ds4d.data.limits import check_positions, vocab_size
+from ds4d.data.limits import vocab_size
 from ds4d.data.progress import Bar
 from ds4d.data.store import SampleStore
 from ds4d.data.token_lines import build_token_store
@@ -56,7 +56,6 @@ def prepare(run: RunConfig, *, local_rank: int = 0, progress: bool = True) -> Pr
     """
     say = Console(stderr=True, quiet=not progress or local_rank > 0, soft_wrap=True).print
     data = run.data
-    check_positions(run)
     cache = Cache(data.cache_dir, say=say)
     configs = {"train": data.train} | ({"eval": data.eval} if data.eval else {})
     corpora = {

@@ -1,8 +1,8 @@
 """Documents to token ids, in batches, with the tokenizer's own threads.
 
 A document longer than ``SEGMENT_CHARS`` is encoded in segments, so that memory stays flat however
-long it is. It is cut before a single space or behind a single line end: there pre-tokenizers cut too, and
-the ids are those of the whole document.
+long it is. It is cut before a single space or behind a single line end: pre-tokenizers cut there
+too, and the ids are those of the whole document.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from ds4d.data.errors import DataError
 from ds4d.data.sources import Document
 
-SEGMENT_CHARS = 1 << 20
-BATCH_CHARS = 1 << 21  # about 100 bytes of memory a token while a batch is encoded
+SEGMENT_CHARS = 1 << 17  # a text being encoded takes hundreds of bytes of memory a character
+BATCH_CHARS = 1 << 21
 
 _SAFE_CUT = re.compile(r"\S(?= \S)|\S\n(?=\S)")
 
@@ -88,7 +88,8 @@ def encode(
 def _surroundings(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
     """The ids that the tokenizer puts before and behind every text."""
     backend = tokenizer.backend_tokenizer
-    bare, dressed = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+    bare = backend.encode("a", add_special_tokens=False).ids
+    dressed = backend.encode("a", add_special_tokens=True).ids
     for start in range(len(dressed) - len(bare) + 1):
         if dressed[start : start + len(bare)] == bare:
             return dressed[:start], dressed[start + len(bare) :]

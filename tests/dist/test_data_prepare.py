@@ -50,7 +50,8 @@ def prepare_and_log(cache: Path, source: SourceConfig, log: Path, slow: float, f
     content = hashlib.sha256()
     for i in range(len(data.train)):
         content.update(data.train[i].input_ids.numpy().tobytes())
-    return data.report["train"]["key"], data.tokenizer.backend_tokenizer.to_str(), content.hexdigest()
+    tokenizer = data.tokenizer.backend_tokenizer.to_str()
+    return data.report["train"]["key"], tokenizer, content.hexdigest()
 
 
 def prepare_on_own_host(root: Path, source: SourceConfig, log: Path):

@@ -187,7 +187,7 @@ def test_a_vocabulary_must_hold_all_bytes(tmp_path, source, size):
 def test_auto_vocabulary_needs_a_tokenizer(tmp_path):
     path = write_lines(tmp_path / "t.jsonl", [{"input_ids": [1, 2]}])
     tokens = SourceConfig(type="tokens", path=str(path))
-    with pytest.raises(DataError, match="'auto' needs a tokenizer"):
+    with pytest.raises(ValueError, match=r"vocab_size: \"auto\" is the size"):
         prepare(run_config(tmp_path / "cache", tokens, bpe=None), progress=False)
     with pytest.raises(DataError, match="a tokenizer is trained on text"):
         prepare(run_config(tmp_path / "cache", tokens), progress=False)

@@ -67,12 +67,12 @@ def ids_of(batch: MicroBatch) -> list[int]:
     return (batch.input_ids[:, 0] // 4).tolist()
 
 
-def consumed(store, order, batch: BatchSizes, dp: int, *, start: int = 0, steps: int, **options):
+def consumed(store, order, batch: BatchSizes, dp: int, *, steps: int, **options):
     """Ids in the order of the global batch, from what the ranks got."""
     loaders = [
-        iter(TrainLoader(store, order, batch, dp_rank=r, dp_size=dp, consumed_samples=start, **options))
-        for r in range(dp)
-    ]  # fmt: skip
+        iter(TrainLoader(store, order, batch, dp_rank=rank, dp_size=dp, **options))
+        for rank in range(dp)
+    ]
     ids = []
     for _ in range(steps):
         ranks = [next(loader) for loader in loaders]
@@ -83,7 +83,8 @@ def consumed(store, order, batch: BatchSizes, dp: int, *, start: int = 0, steps:
     return ids
 
 
-SPLITS = [(1, 4, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 1), (4, 1, 1)]  # dp, micro, accumulation
+# dp, micro, accumulation
+SPLITS = [(1, 4, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 1), (4, 1, 1)]
 
 
 @pytest.mark.parametrize("dp, micro, accumulation", SPLITS)
@@ -99,16 +100,17 @@ def test_a_step_has_the_same_samples_in_every_layout(store, dp, micro, accumulat
 def test_resumed_runs_see_what_one_run_sees(store, stops):
     order = SampleOrder(COUNT, 11, True)
     ids, done = [], 0
-    for (dp, micro, accumulation), stop in zip([SPLITS[3], SPLITS[5], SPLITS[2], SPLITS[4]], [*stops, 10]):
+    layouts = [SPLITS[3], SPLITS[5], SPLITS[2], SPLITS[4]]
+    for (dp, micro, accumulation), stop in zip(layouts, [*stops, 10]):
         batch = BatchSizes(4, micro, accumulation)
-        ids += consumed(store, order, batch, dp, start=4 * done, steps=stop - done)
+        ids += consumed(store, order, batch, dp, consumed_samples=4 * done, steps=stop - done)
         done = stop
     assert ids == [order[k] for k in range(40)]
 
 
 def test_resume_at_a_count_that_is_no_multiple_of_the_batch(store):
     order = SampleOrder(COUNT, 11, True)
-    ids = consumed(store, order, BatchSizes(6, 3, 1), 2, start=5, steps=3)
+    ids = consumed(store, order, BatchSizes(6, 3, 1), 2, consumed_samples=5, steps=3)
     assert ids == [order[k] for k in range(5, 23)]
 
 
@@ -148,7 +150,8 @@ def test_evaluation_sees_each_sample_once(tmp_path, count, dp, micro):
 
 
 def test_documents_are_given_only_where_attention_must_be_cut(tmp_path):
-    lines = [{"input_ids": [1] * 4, "document_ids": ids} for ids in ([0] * 4, [0, 0, 1, 1], [2] * 4)]
+    document_ids = ([0] * 4, [0, 0, 1, 1], [2] * 4)
+    lines = [{"input_ids": [1] * 4, "document_ids": ids} for ids in document_ids]
     store = prepare_tokens(tmp_path, lines, seq_len=4).train
     assert collate([store[0], store[2]]).documents is None
     documents = collate([store[0], store[1]]).documents

@@ -33,7 +33,8 @@ def prepared(tmp_path, texts, **data):
 
 def reference(data, texts) -> list[list[int]]:
     """Ids a document, as Hugging Face gives them."""
-    return [data.tokenizer(text)["input_ids"] + [data.tokenizer.eos_token_id] for text in texts if text]
+    eos = data.tokenizer.eos_token_id
+    return [data.tokenizer(text)["input_ids"] + [eos] for text in texts if text]
 
 
 def targets_of(store) -> Counter:
@@ -61,8 +62,8 @@ def runs(sample) -> list[tuple[list[int], list[int]]]:
 def test_documents_in_and_out(tmp_path, texts, packing, policy):
     data = prepared(tmp_path, texts, packing=packing, long_documents=policy)
     documents = reference(data, texts)
-    keep = {"split": len, "truncate": lambda d: min(len(d), 32), "drop": lambda d: len(d) * (len(d) <= 32)}
-    kept = [document[: keep[policy](document)] for document in documents]
+    keep_of_long = {"split": None, "truncate": 32, "drop": 0}[policy]
+    kept = [document[:keep_of_long] if len(document) > 32 else document for document in documents]
     kept = [document for document in kept if document]
 
     report = data.report["train"]
@@ -122,7 +123,7 @@ def test_empty_documents_alone_are_an_error(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).touch()
     source = SourceConfig(type="text", path=str(tmp_path / "*.txt"))
-    with pytest.raises(DataError, match="ds4d.data.train: is empty: no text in 2 documents .*a.txt"):
+    with pytest.raises(DataError, match="data.train: is empty: no text in 2 documents .*a.txt"):
         prepare(run_config(tmp_path / "cache", source), progress=False)
 
 
@@ -215,7 +216,7 @@ def test_documents_and_positions_are_taken_as_they_are(tmp_path):
 
 
 BAD_TOKENS = {
-    "outside": ({"input_ids": [1, 64]}, r"input_ids\[1\] is 64, outside the model's vocabulary \(0 to 63\)"),
+    "outside": ({"input_ids": [1, 64]}, r"input_ids\[1\] is 64, outside .*vocabulary \(0 to 63\)"),
     "negative": ({"input_ids": [1, -1]}, r"input_ids\[1\] is -1, outside"),
     "label": ({"input_ids": [1, 2], "labels": [1, -1]}, r"labels\[1\] is -1, .*0 to 63 or -100"),
     "long": ({"input_ids": [1] * 9}, "9 tokens are more than ds4d.data.seq_len, 8"),
@@ -225,7 +226,7 @@ BAD_TOKENS = {
     "true": ({"input_ids": [1, True]}, "input_ids must be a list of whole numbers"),
     "unknown": ({"input_ids": [1], "attention_mask": [1]}, "unknown field 'attention_mask'"),
     "absent": ({"labels": [1]}, "has no field 'input_ids'"),
-    "again": ({"input_ids": [1] * 5, "document_ids": [0, 0, 1, 0, 0]}, r"document_ids\[3\] is 0 again"),
+    "again": ({"input_ids": [1] * 3, "document_ids": [0, 1, 0]}, r"document_ids\[2\] is 0 again"),
     "position": ({"input_ids": [1, 2], "position_ids": [0, -1]}, r"position_ids\[1\] is -1"),
 }  # fmt: skip
 
@@ -233,7 +234,7 @@ BAD_TOKENS = {
 @pytest.mark.parametrize("name", BAD_TOKENS)
 def test_a_bad_line_of_tokens_is_named(tmp_path, name):
     line, problem = BAD_TOKENS[name]
-    good = {field: [1, 2] for field in line} | {"input_ids": [1, 2]}
+    good = {field: [1, 1] for field in line} | {"input_ids": [1, 2]}
     good.pop("attention_mask", None)
     with pytest.raises(DataError, match=f"tokens.jsonl: line 2: {problem}"):
         prepare_tokens(tmp_path, [good, line])
@@ -255,6 +256,6 @@ def test_samples_without_a_target_are_counted_and_said_once(tmp_path):
 
 def test_fewer_samples_than_a_global_batch(tmp_path):
     lines = [{"input_ids": [1, 2]}] * 7
-    with pytest.raises(DataError, match="7 samples of 8 tokens are fewer than one global batch of 8"):
+    with pytest.raises(DataError, match="7 samples .* are fewer than one global batch of 8"):
         prepare_tokens(tmp_path, lines, batch=8)
     assert len(prepare_tokens(tmp_path, lines, batch=7).train) == 7
