@@ -71,25 +71,38 @@ def _remap(mask_function: Callable, position_ids: torch.Tensor) -> Pattern:
     return describe(mask_function)
 
 
-def _code(factory: Callable, *args: object) -> CodeType:
-    return factory(*args).__code__
-
-
 _CAUSAL = hf.causal_mask_function
 
-# Code object -> the names that it captures (in Python's order: by the alphabet), and their reader.
-_READERS: dict[CodeType, tuple[tuple[str, ...], Callable[..., Pattern]]] = {
-    _CAUSAL.__code__: ((), lambda: Pattern(causal=True)),
-    hf.bidirectional_mask_function.__code__: ((), Pattern),
-    _code(hf.and_masks, _CAUSAL): (("mask_functions",), _and),
-    _code(hf.sliding_window_overlay, 1): (("sliding_window",), lambda w: Pattern(window=w)),
-    _code(hf.chunked_overlay, 1, None): (("chunk_size", "left_padding"), _chunked),
-    _code(hf.packed_sequence_mask_function, None): (
+# A mask function or the factory of one, what to call the factory with to see its closure's code,
+# the names that the closure captures (in Python's order: by the alphabet), and their reader.
+_KNOWN: tuple[tuple[str, tuple | None, tuple[str, ...], Callable[..., Pattern]], ...] = (
+    ("causal_mask_function", None, (), lambda: Pattern(causal=True)),
+    ("bidirectional_mask_function", None, (), Pattern),
+    ("and_masks", (_CAUSAL,), ("mask_functions",), _and),
+    ("sliding_window_overlay", (1,), ("sliding_window",), lambda size: Pattern(window=size)),
+    ("chunked_overlay", (1, None), ("chunk_size", "left_padding"), _chunked),
+    (
+        "packed_sequence_mask_function",
+        (None,),
         ("packed_sequence_mask",),
         lambda numbers: Pattern(segments=numbers),
     ),
-    _code(hf.remap_positions_for_packed_sequence, _CAUSAL, None): (
+    (  # not in every version that ds4d runs with
+        "remap_positions_for_packed_sequence",
+        (_CAUSAL, None),
         ("mask_function", "position_ids"),
         _remap,
     ),
+)
+
+
+def _code(name: str, arguments: tuple | None) -> CodeType:
+    function = getattr(hf, name)
+    return (function if arguments is None else function(*arguments)).__code__
+
+
+_READERS = {
+    _code(name, arguments): (captured, read)
+    for name, arguments, captured, read in _KNOWN
+    if hasattr(hf, name)
 }
