@@ -75,7 +75,7 @@ def run_rank(body: Callable[[Rank], int], *, output: Path) -> int:
         print(f"ds4d: {error}", file=sys.stderr)
         return failure.WRONG_INPUT
     user_screen, user_errors = rank_log.redirect(logs, launch.rank)
-    screen.use(user_screen if launch.rank == 0 else sys.stdout)
+    screen.use(user_screen if launch.rank == 0 else sys.stdout, user_screen)
     try:
         prepare_environment(launch)
         code = body(Rank(launch, choose_device(launch), output))

@@ -48,13 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     from ds4d import runtime
+    from ds4d.monitor.screen import say
+
+    output = runtime.run_folder(args.config, args.output)
 
     def body(rank: runtime.Rank) -> int:
+        say(f"{args.config} on {rank.launch.world_size} x {rank.device.type}, run folder {output}")
         from ds4d import trainer  # torch, DeepSpeed, transformers: slow, and not silent
 
         return trainer.main(rank, args.config, overrides=args.overrides, resume=args.resume)
 
-    return runtime.run_rank(body, output=runtime.run_folder(args.config, args.output))
+    return runtime.run_rank(body, output=output)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ setup() {
     state="$root $(cd "$root" && cat constraints.txt setup.cfg pyproject.toml | cksum)"
     if [ "$(cat "$done_file" 2>/dev/null)" = "$state" ] && is_installed; then return; fi
     echo "installing ds4d and what it needs into $(cd "$(dirname "$python")/.." && pwd) (minutes, once)"
-    (cd "$root" && "$python" -m pip install --quiet --disable-pip-version-check \
+    (cd "$root" && "$python" -m pip install -qq --disable-pip-version-check \
         --constraint constraints.txt --editable ".[$extra]")
     echo "$state" >"$done_file" || true
 }

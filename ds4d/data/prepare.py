@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
-from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from ds4d.config.types import BatchSizes, DataConfig, RunConfig
@@ -24,6 +23,7 @@ from ds4d.data.progress import Bar
 from ds4d.data.store import SampleStore
 from ds4d.data.token_lines import build_token_store
 from ds4d.data.tokenizer import fingerprint, get_tokenizer
+from ds4d.monitor import screen
 
 FORMAT = 1  # of a store and of what is in it: a change here makes all stores anew
 
@@ -54,7 +54,7 @@ def prepare(run: RunConfig, *, local_rank: int = 0, progress: bool = True) -> Pr
     Raises:
         DataError: alike on all ranks.
     """
-    say = Console(stderr=True, quiet=not progress or local_rank > 0, soft_wrap=True).print
+    say = screen.say if progress and local_rank == 0 else lambda _text: None
     data = run.data
     cache = Cache(data.cache_dir, say=say)
     configs = {"train": data.train} | ({"eval": data.eval} if data.eval else {})
@@ -71,10 +71,7 @@ def prepare(run: RunConfig, *, local_rank: int = 0, progress: bool = True) -> Pr
     )
     asked = data.tokenizer.vocab_size
     if asked and len(tokenizer) < asked:
-        say(
-            f"ds4d.data.tokenizer.vocab_size: {asked:,} asked, the text gives {len(tokenizer):,}",
-            highlight=False,
-        )
+        say(f"ds4d.data.tokenizer.vocab_size: {asked:,} asked, the text gives {len(tokenizer):,}")
     size = vocab_size(run, tokenizer)
     stores, report = {}, {}
     for name, corpus in corpora.items():
@@ -82,7 +79,7 @@ def prepare(run: RunConfig, *, local_rank: int = 0, progress: bool = True) -> Pr
         key = _key(corpus, data, tokenizer, size)
         stores[name] = SampleStore(cache.entry(f"samples-{key}", build))
         report[name] = {**stores[name].report, "key": key, "seq_len": data.seq_len}
-        say(describe(name, report[name]), highlight=False)
+        say(describe(name, report[name]))
     check_enough(stores["train"], run.batch)
     return PreparedData(stores["train"], stores.get("eval"), tokenizer, size, report)
 

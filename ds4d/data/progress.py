@@ -9,6 +9,8 @@ from typing import Iterable, Iterator, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ds4d.monitor import screen
+
 LINE_EVERY_SECONDS = 15.0
 Item = TypeVar("Item")
 
@@ -18,7 +20,7 @@ class Bar:
 
     def __init__(self, title: str, total: int, *, show: bool) -> None:
         self.title, self.total = title, total
-        self.console = Console(stderr=True, quiet=not show)
+        self.console = screen.users_console() if show else Console(quiet=True)
         self.bar = None
         self.spoke = time.monotonic()
 
