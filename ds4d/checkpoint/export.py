@@ -7,12 +7,10 @@ import math
 import os
 import re
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any, Iterator
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -20,9 +18,8 @@ from ds4d.checkpoint.errors import CheckpointError
 from ds4d.checkpoint.files import discard, temp_beside
 from ds4d.checkpoint.find import locate
 from ds4d.checkpoint.folder import read_manifest
-from ds4d.checkpoint.load import mismatches, raise_mismatches
+from ds4d.checkpoint.load import mismatches, raise_mismatches, read_here
 from ds4d.checkpoint.logical import LogicalTensor, Piece
-from ds4d.checkpoint.planners import PieceLoadPlanner
 from ds4d.checkpoint.storage import SafetensorsReader
 
 logger = logging.getLogger(__name__)
@@ -111,8 +108,7 @@ def _read(checkpoint: Path, model: PreTrainedModel, scratch: Path) -> dict[str, 
         whole = Piece((0,) * len(shape), tensors[name])
         state[key] = LogicalTensor(tuple(shape), dtype, (whole,))
     raise_mismatches(checkpoint, mismatches(reader.metadata, state, convert=True))
-    with warnings.catch_warnings(action="ignore"):  # DCP says that it is one process
-        dcp.load(state, storage_reader=reader, planner=PieceLoadPlanner(), no_dist=True)
+    read_here(reader, state)
     return tensors
 
 

@@ -54,13 +54,9 @@ def load(
         reader = together(lambda: SafetensorsReader(folder), group=group)
         problems = gather(lambda: mismatches(reader.metadata, state), group=group)
         raise_mismatches(folder, sorted({each for rank in problems for each in rank}))
-        with dcp_failures(), warnings.catch_warnings(action="ignore"):  # DCP on "one process"
-            dcp.load(
-                dict(state),
-                storage_reader=reader,
-                planner=PieceLoadPlanner(),
-                process_group=group,
-            )
+        with dcp_failures(), warnings.catch_warnings(action="ignore"):  # as in read_here
+            planner = PieceLoadPlanner()
+            dcp.load(dict(state), storage_reader=reader, planner=planner, process_group=group)
         rank_state = None
         if manifest.world_size == world_size:
             rank_state = together(lambda: _rank_state(folder, rank), group=group)
@@ -72,6 +68,13 @@ def load(
 def read_extra(folder: Path) -> dict[str, Any]:
     """``extra`` as it was saved, without the tensors. Not collective."""
     return read_manifest(folder).extra
+
+
+def read_here(reader: SafetensorsReader, state: dict[str, LogicalTensor]) -> None:
+    """Fill the pieces of ``state`` in this process alone; they may have another dtype than was
+    saved. What is asked for must be there, see ``mismatches``. Not collective."""
+    with warnings.catch_warnings(action="ignore"):  # DCP says that it is one process
+        dcp.load(dict(state), storage_reader=reader, planner=PieceLoadPlanner(), no_dist=True)
 
 
 def _verify(folder: Path, records: list[FileRecord]) -> None:

@@ -55,12 +55,12 @@ def _run(test, args, pipe):
 
 def state_of(step, rank, world_size):
     """Each rank's half of one tensor, and a replicated one."""
-    mine = torch.full((COUNT,), float(step))
-    shared = torch.full((100,), float(step))
+    mine = Piece((rank * COUNT,), torch.full((COUNT,), float(step)))
+    shared = Piece((0,), torch.full((100,), float(step)))
     return {
-        "weight/cut": LogicalTensor((world_size * COUNT,), mine.dtype, (Piece((rank * COUNT,), mine),)),
-        "weight/shared": LogicalTensor((100,), shared.dtype, (Piece((0,), shared),)),
-    }  # fmt: skip
+        "weight/cut": LogicalTensor((world_size * COUNT,), torch.float32, (mine,)),
+        "weight/shared": LogicalTensor((100,), torch.float32, (shared,)),
+    }
 
 
 def store(root, step, rank=0, world_size=1):
