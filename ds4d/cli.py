@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ds4d {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_train, _add_check, _add_schema, _add_export, _add_generate):
+    for add in (_add_train, _add_check, _add_schema, _add_export, _add_generate, _add_eval):
         add(commands)
     return parser
 
@@ -221,8 +221,6 @@ def _add_generate(commands: Any) -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    import torch
-
     from ds4d.generate import generate
 
     texts = generate(
@@ -232,10 +230,64 @@ def _generate(args: argparse.Namespace) -> None:
         temperature=args.temperature,
         top_p=args.top_p,
         seed=args.seed,
-        device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=args.device or _default_device(),
     )
     if args.json:
         pairs = [{"prompt": p, "text": text} for p, text in zip(args.prompts, texts, strict=True)]
         print(json.dumps(pairs, indent=2, ensure_ascii=False))
     else:
         print("\n---\n".join(map("".join, zip(args.prompts, texts, strict=True))))
+
+
+def _add_eval(commands: Any) -> None:
+    parser = _command(
+        commands, "eval", _eval,
+        "the loss of a trained model on held-out data: of a run folder, a checkpoint or a Hugging "
+        "Face folder",
+        "  ds4d eval runs/quickstart\n"
+        "  ds4d eval exported --source '{\"type\": \"text\", \"path\": \"held_out/*.txt\"}' --json",
+    )  # fmt: skip
+    parser.add_argument("path", metavar="PATH", type=Path)
+    parser.add_argument(
+        "--config", metavar="FILE", type=Path,
+        help="take ds4d.data from this file (default: the file that the checkpoint was made with)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--source", metavar="JSON", type=_source, help="evaluate on this instead of ds4d.data.eval"
+    )
+    parser.add_argument("--set", dest="overrides", metavar="KEY=VALUE", action="append", default=[])
+    parser.add_argument("--device", default=None, help="default: cuda where there is one, else cpu")
+    _add_json(parser)
+
+
+def _source(text: str) -> dict[str, Any]:
+    try:
+        source = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(source, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return source
+
+
+def _eval(args: argparse.Namespace) -> None:
+    from ds4d.evaluate import evaluate
+
+    found = evaluate(
+        args.path,
+        config=args.config,
+        source=args.source,
+        overrides=args.overrides,
+        device=args.device or _default_device(),
+        progress=not args.json,
+    )
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print("  ".join(f"{name} {value:,.6g}" for name, value in found.items()))
+
+
+def _default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -31,7 +31,7 @@ from ds4d.checkpoint.logical import LogicalTensor
 from ds4d.config.deepspeed_json import to_deepspeed
 from ds4d.config.types import RunConfig
 from ds4d.data.batch import MicroBatch
-from ds4d.loss import count_targets, sum_cross_entropy
+from ds4d.loss import count_targets, sum_loss
 from ds4d.mesh import DeepSpeedMpu, Mesh
 from ds4d.optim import build_optimizer, build_scheduler
 
@@ -183,7 +183,7 @@ class Engine:
         engine.train()
         for index, batch in enumerate(micro_batches):
             batch = batch.to(self.device)
-            loss = sum_cross_entropy(self._logits(batch), batch.targets)
+            loss = sum_loss(self._engine, batch)
             if index == 0:
                 counting.wait()
             loss = loss / tokens.clamp(min=1)
@@ -209,18 +209,7 @@ class Engine:
         """
         self._engine.eval()
         batch = batch.to(self.device)
-        loss = sum_cross_entropy(self._logits(batch), batch.targets)
-        return loss.double(), count_targets(batch.targets).double()
-
-    def _logits(self, batch: MicroBatch) -> Tensor:
-        documents = {} if batch.documents is None else {"documents": batch.documents}
-        output = self._engine(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            **documents,
-        )
-        return output.logits
+        return sum_loss(self._engine, batch).double(), count_targets(batch.targets).double()
 
     def logical_state(self) -> dict[str, LogicalTensor]:
         """Weights, optimizer state and buffers as logical tensors; views, nothing is copied.
@@ -273,8 +262,7 @@ def find_nonfinite(engine: Engine, micro_batches: Sequence[MicroBatch]) -> str |
     ]
     for batch in micro_batches:
         batch = batch.to(engine.device)
-        loss = sum_cross_entropy(engine._logits(batch), batch.targets)
-        engine._engine.backward(loss, scale_wrt_gas=False)
+        engine._engine.backward(sum_loss(engine._engine, batch), scale_wrt_gas=False)
     for handle in handles:
         handle.remove()
     everyone: list[str | None] = [None] * dist.get_world_size()

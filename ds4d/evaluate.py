@@ -3,32 +3,140 @@ layout and batch size."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
-from typing import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from ds4d.checkpoint.find import locate
+from ds4d.checkpoint.load import read_extra
+from ds4d.config.errors import ConfigError, Problem
+from ds4d.config.load import load
+from ds4d.config.types import ModelConfig, RunConfig, TokenizerConfig
 from ds4d.data.batch import MicroBatch
-from ds4d.engine import Engine
+from ds4d.data.loader import eval_batches
+from ds4d.data.prepare import prepare
+from ds4d.generate import load_model
+from ds4d.loss import count_targets, sum_loss
+from ds4d.pretrained_config import hf_config
+
+NO_DATA = "missing: say what to evaluate on, with --source or a --config that has it"
 
 
-def evaluate(engine: Engine, batches: Iterable[MicroBatch], *, group: dist.ProcessGroup) -> float:
+def mean_loss(
+    sums: Callable[[MicroBatch], tuple[Tensor, Tensor]],
+    batches: Iterable[MicroBatch],
+    *,
+    device: torch.device | str,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[float, int]:
     """Token-weighted mean loss.
 
     Args:
-        engine: its dropout is off during evaluation; training goes on unchanged afterwards.
+        sums: of a micro-batch (loss sum, valid targets), float64 scalars (``Engine.eval_step``).
         batches: this rank's part of the set, as many on every rank (``data.loader.eval_batches``).
-        group: dp x cp, over which the set is spread.
+        group: dp x cp, over which the set is spread; None: it is all here.
 
     Returns:
-        the mean, equal on all ranks; NaN for a set without a valid target.
+        (mean, valid targets), equal on all ranks; NaN for a set without a valid target.
 
     Collective: ``group`` (the world under ZeRO-3).
     """
-    total = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    total = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
-        total += torch.stack(engine.eval_step(batch))
-    dist.all_reduce(total, group=group)
+        total += torch.stack(sums(batch))
+    if group is not None:
+        dist.all_reduce(total, group=group)
     loss_sum, tokens = total.tolist()
-    return loss_sum / tokens if tokens else math.nan
+    return (loss_sum / tokens if tokens else math.nan), int(tokens)
+
+
+def evaluate(
+    path: Path,
+    *,
+    config: Path | None = None,
+    source: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    device: torch.device | str = "cpu",
+    progress: bool = True,
+) -> dict[str, float | int]:
+    """Loss of a trained model on a source, in one process.
+
+    Args:
+        path: a Hugging Face folder, a ds4d checkpoint, or a run folder (its newest checkpoint).
+        config: a JSON file whose ``ds4d.data`` is used; default: the one that the checkpoint was
+            trained with.
+        source: instead of ``ds4d.data.eval``.
+        overrides: ``dotted.key=value`` each.
+
+    Returns:
+        ``loss``, ``perplexity``, ``tokens`` (valid targets) and ``samples``.
+
+    Raises:
+        ConfigError, DataError: nothing to evaluate on, or data that cannot be read.
+        ValueError: no model or no tokenizer at ``path``.
+    """
+    model, tokenizer = load_model(path, device=device)
+    run = _run_for(path, config, source, overrides, Path(tokenizer.name_or_path))
+    store = prepare(run, progress=progress).train
+    micro = run.batch.micro
+
+    @torch.no_grad()
+    def sums(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        batch = batch.to(device)
+        return sum_loss(model, batch).double(), count_targets(batch.targets).double()
+
+    batches = eval_batches(store, micro, dp_rank=0, dp_size=1)
+    loss, tokens = mean_loss(sums, batches, device=device)
+    perplexity = math.exp(min(loss, 700.0))
+    return {"loss": loss, "perplexity": perplexity, "tokens": tokens, "samples": len(store)}
+
+
+def _run_for(
+    path: Path,
+    config: Path | None,
+    source: Mapping[str, Any] | None,
+    overrides: Sequence[str],
+    tokenizer: Path,
+) -> RunConfig:
+    """The run that holds the set as its training data, with the model's own tokenizer."""
+    given: Path | dict[str, Any] = config or _trained_with(path) or _bare(path)
+    extra = [f"ds4d.data.eval={json.dumps(source)}"] if source is not None else []
+    run = load(given, overrides=[*overrides, *extra])
+    if run.data.eval is None:
+        raise ConfigError([Problem("ds4d.data.eval", NO_DATA)], name=str(config or path))
+    data = dataclasses.replace(
+        run.data, train=run.data.eval, eval=None, tokenizer=TokenizerConfig(path=str(tokenizer))
+    )
+    return run.replace(data=data, batch=dataclasses.replace(run.batch, train=1))
+
+
+def _trained_with(path: Path) -> dict[str, Any] | None:
+    """The configuration in a checkpoint; a Hugging Face folder has none."""
+    if (path / "config.json").is_file():
+        return None
+    config = read_extra(locate(path))["config"]
+    config["ds4d"]["parallel"] = {}  # one process, whatever the layout was
+    return {**config, "train_batch_size": config["train_micro_batch_size_per_gpu"],
+            "gradient_accumulation_steps": 1}  # fmt: skip
+
+
+def _bare(path: Path) -> dict[str, Any]:
+    """What a Hugging Face folder is evaluated with when no file says more."""
+    positions = getattr(hf_config(ModelConfig(path=str(path))), "max_position_embeddings", None)
+    placeholder = {"type": "python_stdlib"}  # of the training data, which is not read
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW"},
+        "ds4d": {
+            "model": {"path": str(path)},
+            "data": {"seq_len": min(positions or 1024, 1024), "train": placeholder},
+            "training": {"steps": 1},
+        },
+    }

@@ -6,9 +6,9 @@ Letters: N tokens of a micro-batch (B * s), V vocabulary.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ds4d.data.batch import IGNORE
+from ds4d.data.batch import IGNORE, MicroBatch
 
 CHUNK_ELEMENTS = 1 << 24  # logits held in fp32 at a time: 64 MiB
 
@@ -62,6 +62,20 @@ def sum_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         fp32 scalar; 0 when nothing is counted.
     """
     return _SumCrossEntropy.apply(logits.flatten(0, 1), targets.flatten())
+
+
+def sum_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Run the model and sum its token losses; fp32 scalar.
+
+    Args:
+        model: a Hugging Face causal language model, or an engine around one.
+        batch: on the model's device.
+    """
+    documents = {} if batch.documents is None else {"documents": batch.documents}
+    output = model(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **documents
+    )
+    return sum_cross_entropy(output.logits, batch.targets)
 
 
 def count_targets(targets: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from ds4d.data.loader import TrainLoader, eval_batches
 from ds4d.data.order import SampleOrder
 from ds4d.data.prepare import PreparedData, prepare
 from ds4d.engine import Engine, StepResult, find_nonfinite
-from ds4d.evaluate import evaluate
+from ds4d.evaluate import mean_loss
 from ds4d.mesh import Mesh
 from ds4d.monitor import Monitor
 from ds4d.monitor.flops import model_flops, peak_tflops
@@ -280,7 +280,8 @@ class Trainer:
             dp_rank=self.mesh.coordinate.dp,
             dp_size=self.run.parallel.dp,
         )
-        return evaluate(self.engine, batches, group=self.mesh.group("dp_cp"))
+        group, engine = self.mesh.group("dp_cp"), self.engine
+        return mean_loss(engine.eval_step, batches, device=engine.device, group=group)[0]
 
     # -- checkpoints ------------------------------------------------------------------------
 
