@@ -198,7 +198,8 @@ class Trainer:
                 stopping, peak_memory = self._agree(stop.requested)
                 metrics = self._metrics(result, time.perf_counter() - started, peak_memory)
                 last = self.progress.step == self.total_steps
-                if _due(self.run.training.eval_every, self.progress.step, last):
+                evaluating = _due(self.run.training.eval_every, self.progress.step, last)
+                if evaluating and self.data.eval is not None:
                     metrics["eval_loss"] = self.evaluate()
                 monitor.step(metrics)
                 due = _due(checkpoints.every, self.progress.step, last and checkpoints.final)

@@ -1,0 +1,256 @@
+"""The main job, all rooms together: a JSON file in, metrics and checkpoints out. The ranks are the
+harness's; what launchers add is tested in test_launch.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.harness import RankFailure, run_distributed
+from tests.reference import TINY_LLAMA
+
+TINY_GPT2 = {
+    "model_type": "gpt2", "vocab_size": 101, "n_embd": 32, "n_layer": 2, "n_head": 4,
+    "n_positions": 64, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
+}  # fmt: skip
+NUM_SAMPLES, SEQ_LEN = 20, 24
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Token lines whose numbers of labels differ wildly: train.jsonl and eval.jsonl."""
+    folder = tmp_path_factory.mktemp("corpus")
+    generator = torch.Generator().manual_seed(3)
+    for name, count in (("train", NUM_SAMPLES), ("eval", 9)):
+        with open(folder / f"{name}.jsonl", "w") as file:
+            for index in range(count):
+                length = int(torch.randint(4, SEQ_LEN + 1, (), generator=generator))
+                ids = torch.randint(101, (length,), generator=generator).tolist()
+                labels = [-100 if i < (index * 7) % length else t for i, t in enumerate(ids)]
+                file.write(json.dumps({"input_ids": ids, "labels": labels}) + "\n")
+    return folder
+
+
+def config(corpus: Path, *, model=TINY_LLAMA, stage=1, batch=4, micro=1, **ds4d):
+    data = {
+        "seq_len": SEQ_LEN,
+        "train": {"type": "tokens", "path": str(corpus / "train.jsonl")},
+        "eval": {"type": "tokens", "path": str(corpus / "eval.jsonl")},
+        "cache_dir": str(corpus / "cache"),
+        **ds4d.pop("data", {}),
+    }
+    return {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": micro,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-5}},
+        "scheduler": {"type": "cosine", "params": {"warmup_steps": 1}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage},
+        "ds4d": {
+            "model": {"config": model},
+            "data": data,
+            "training": {"steps": 8, "eval_every": 4, **ds4d.pop("training", {})},
+            "checkpoint": {"every": 4, **ds4d.pop("checkpoint", {})},
+            "monitor": {"plot": False},
+            **ds4d,
+        },
+    }
+
+
+def job(config: dict, output: Path, resume=None, sigterm_in_step=None, poison=None) -> None:
+    """One rank of ``trainer.main`` inside a worker that has its process group already."""
+    import torch.distributed as dist
+
+    from ds4d import trainer
+    from ds4d.launch_variables import Launch
+    from ds4d.runtime import Rank
+
+    class WorkerRank(Rank):
+        def init_distributed(self, timeout_seconds: float) -> None:
+            pass
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    output.mkdir(parents=True, exist_ok=True)
+    file = output / f"config-{rank}.json"
+    file.write_text(json.dumps(config))
+    step = trainer.Engine.train_step
+    calls = 0
+
+    def train_step(engine, micro_batches):
+        nonlocal calls
+        calls += 1
+        if calls == sigterm_in_step and rank == world - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if poison and calls >= poison:
+            with torch.no_grad():
+                engine.module.get_output_embeddings().weight.fill_(float("nan"))
+        return step(engine, micro_batches)
+
+    assert threading.current_thread() is threading.main_thread()
+    trainer.Engine.train_step = train_step
+    try:
+        launch = Launch(rank, world, rank, world, "127.0.0.1", 29400)
+        trainer.main(WorkerRank(launch, torch.device("cpu"), output), file, resume=resume)
+    finally:
+        trainer.Engine.train_step = step
+
+
+def run(world_size: int, config: dict, output: Path, **how) -> list[dict]:
+    run_distributed(job, world_size, config=config, output=output, **how)
+    return metrics(output)
+
+
+def metrics(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+CURVE = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "consumed_samples", "eval_loss")
+
+
+def curve(rows: list[dict]) -> list[dict]:
+    """What does not depend on the machine."""
+    return [{key: row[key] for key in CURVE if key in row} for row in rows]
+
+
+def test_every_step_tells_what_design_promises(corpus, tmp_path):
+    rows = run(2, config(corpus), tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    always = {*CURVE, "step_seconds", "tokens_per_second", "peak_memory_bytes"} - {"eval_loss"}
+    assert all(always <= set(row) for row in rows)
+    assert [row["step"] for row in rows if "eval_loss" in row] == [4, 8]
+    assert [row["consumed_samples"] for row in rows] == list(range(4, 33, 4))
+    resolved = json.loads((tmp_path / "run" / "config.resolved.json").read_text())
+    assert resolved["ds4d"]["parallel"]["dp"] == 2
+    assert {"versions", "layout"} <= set(resolved["ds4d"]["resolved"])
+
+    from ds4d.config.load import load
+
+    assert load(tmp_path / "run" / "config.resolved.json", world_size=2).batch.train == 4
+
+
+@pytest.fixture(scope="module")
+def alone(corpus, tmp_path_factory):
+    return curve(run(1, config(corpus), tmp_path_factory.mktemp("alone")))
+
+
+@pytest.mark.parametrize("dp, micro, stage", [(1, 4, 3), (2, 1, 3), (2, 2, 0), (4, 1, 2)])
+def test_the_curve_is_the_same_in_every_layout(corpus, tmp_path, alone, dp, micro, stage):
+    rows = curve(run(dp, config(corpus, micro=micro, stage=stage), tmp_path / "run"))
+    for row, expected in zip(rows, alone, strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
+
+
+def test_unshuffled_steps_are_consecutive_samples_on_a_plain_model(corpus, tmp_path):
+    """The global batch of step i is samples [i * G, (i + 1) * G), and the initial weights are what
+    ``build_model`` makes: both by an independent loop over the file."""
+    from transformers import AutoConfig
+
+    from ds4d.config.types import ModelConfig
+    from ds4d.model import build_model
+
+    lr = 0.5
+    file = config(corpus, data={"shuffle": False}, training={"eval_every": None}, micro=2)
+    file |= {"optimizer": {"type": "SGD", "params": {"lr": lr}}, "gradient_clipping": 0.0}
+    del file["scheduler"]
+    rows = run(2, file, tmp_path / "run")
+    model = build_model(
+        ModelConfig(config=TINY_LLAMA), config=AutoConfig.for_model(**TINY_LLAMA),
+        dtype=torch.float32, device="cpu", seed=42, attn_implementation="eager",
+    )  # fmt: skip
+    lines = [json.loads(line) for line in (corpus / "train.jsonl").read_text().splitlines()]
+    for step, row in enumerate(rows):
+        batch = [lines[(step * 4 + i) % NUM_SAMPLES] for i in range(4)]
+        targets = [torch.tensor(line["labels"][1:]) for line in batch]
+        count = sum(int((t != -100).sum()) for t in targets)
+        loss = torch.zeros(())
+        for line, target in zip(batch, targets):
+            logits = model(input_ids=torch.tensor([line["input_ids"]])).logits[0, :-1]
+            loss = loss + F.cross_entropy(logits, target, reduction="sum", ignore_index=-100)
+        loss = loss / count
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= lr * p.grad
+        assert row["tokens"] == count
+        assert row["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_resumed_is_uninterrupted_to_the_bit_with_dropout(corpus, tmp_path, stage):
+    """Case D05: weights, moments, lr, data position and random state."""
+    file = config(corpus, model=TINY_GPT2, stage=stage, checkpoint={"keep": 1})
+    whole = run(2, file, tmp_path / "whole")
+    assert len({row["loss"] for row in whole}) == 8
+    half = json.loads(json.dumps(file))
+    half["ds4d"]["training"]["steps"] = 4
+    half["scheduler"]["params"]["total_steps"] = file["ds4d"]["training"]["steps"]
+    run(2, half, tmp_path / "parts")
+    parts = run(2, file, tmp_path / "parts", resume="auto")
+    assert curve(parts) == curve(whole)
+    assert len(list((tmp_path / "parts" / "checkpoints").glob("step-*"))) == 1
+
+
+def test_resumed_on_more_ranks_with_the_same_curve_across_epochs(corpus, tmp_path, alone):
+    """Cases D06: 8 steps of 4 are more than one epoch of 20 samples; the position is exact."""
+    half = config(corpus, stage=2, training={"steps": 4})
+    half["scheduler"]["params"]["total_steps"] = 8
+    run(2, half, tmp_path / "run")
+    rows = curve(run(4, config(corpus, stage=3), tmp_path / "run", resume="latest"))
+    for row, expected in zip(rows, alone, strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
+
+
+def test_sigterm_on_one_rank_saves_on_all_and_ends(corpus, tmp_path, alone):
+    file = config(corpus, checkpoint={"every": None})
+    rows = run(2, file, tmp_path / "run", sigterm_in_step=3)
+    assert len(rows) == 3
+    rows = curve(run(2, file, tmp_path / "run", resume="auto"))
+    for row, expected in zip(rows, alone, strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
+
+
+def test_too_many_bad_steps_end_the_run_and_name_the_tensor(corpus, tmp_path):
+    file = config(corpus, training={"max_skipped_steps": 2})
+    with pytest.raises(RankFailure) as caught:
+        run(2, file, tmp_path / "run", poison=3)
+    message = str(caught.value)
+    assert "step 4: the loss (nan)" in message and "in 2 steps in a row" in message
+    assert "First bad tensor: rank 0: the output of lm_head" in message
+    skipped = [row for row in metrics(tmp_path / "run") if row.get("skipped")]
+    assert [row["step"] for row in skipped] == [3]
+    assert skipped[0]["lr"] > 0
+
+
+def test_a_global_batch_without_a_target_is_refused(tmp_path):
+    """A single sample without one counts as zero."""
+    lines = [{"input_ids": [1, 2, 3], "labels": [-100] * 3}] * 5
+    lines += [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 3
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = config(tmp_path, data={"shuffle": False, "eval": None}, training={"eval_every": None})
+    with pytest.raises(RankFailure, match="step 1: none of the 4 samples"):
+        run(2, file, tmp_path / "run")
+    lines[0]["labels"] = [1, 2, 3]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = run(2, file | {"ds4d": {**file["ds4d"], "training": {"steps": 2}}}, tmp_path / "again")
+    assert [row["tokens"] for row in rows] == [2, 6]
+
+
+def test_an_occupied_run_folder_is_not_overwritten(corpus, tmp_path):
+    file = config(corpus, training={"steps": 1, "eval_every": None})
+    run(1, file, tmp_path / "run")
+    with pytest.raises(RankFailure, match="continue with --resume auto"):
+        run(1, file, tmp_path / "run")
+
+
+@pytest.mark.parametrize("resume, text", [("latest", "no complete checkpoint"), ("/x", "/x")])
+def test_a_checkpoint_that_is_not_there_is_named_on_every_rank(corpus, tmp_path, resume, text):
+    with pytest.raises(RankFailure, match=text):
+        run(2, config(corpus), tmp_path / "run", resume=resume)
