@@ -7,8 +7,10 @@ import argparse
 import json
 import sys
 import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any
 
 from ds4d import __version__
 from ds4d.worker import add_run_arguments
@@ -109,10 +111,8 @@ def _train(args: argparse.Namespace) -> int:
         resume=args.resume,
         nproc=args.nproc,
         hostfile=args.hostfile,
-        address=args.master_addr,
-        port=args.master_port,
     )
-    return run_job(job)
+    return run_job(replace(job, address=args.master_addr, port=args.master_port))
 
 
 def _positive(text: str) -> int:
@@ -180,12 +180,13 @@ def _add_export(commands: Any) -> None:
         "  ds4d export runs/quickstart/checkpoints/step-00000100 exported --dtype bf16",
     )  # fmt: skip
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", type=Path, help="a checkpoint, or a run folder: its newest"
+        "checkpoint",
+        metavar="CHECKPOINT",
+        type=Path,
+        help="a checkpoint, or a run folder: its newest",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write")
-    parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), help="default: as trained"
-    )
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: as trained")
     parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
     _add_json(parser)
 

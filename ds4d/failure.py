@@ -19,7 +19,7 @@ from typing import TextIO
 import psutil
 
 from ds4d import rank_log
-from ds4d.launch_variables import Launch, LaunchError
+from ds4d.launch_variables import Launch
 
 WRONG_INPUT = 2
 FAILURE = 1

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Mapping, MutableMapping, NamedTuple
+from typing import NamedTuple
 
 
 class LaunchError(ValueError):

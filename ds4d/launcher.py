@@ -17,9 +17,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Sequence
 
 import psutil
 
@@ -37,7 +37,13 @@ _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 @dataclass(frozen=True)
 class Job:
-    """What to start: a module that calls ``runtime.run_rank``, its arguments, and where."""
+    """What to start: a module that calls ``runtime.run_rank``, its arguments, and where.
+
+    Attributes:
+        gpus: names of this host's GPUs; none: its CPU is used.
+        hostfile: run there instead of on this host.
+        address, port: where rank 0 listens; None: found.
+    """
 
     args: tuple[str, ...]
     num_ranks: int
@@ -79,34 +85,29 @@ def plan_job(
     resume: str | None = None,
     nproc: int | None = None,
     hostfile: Path | None = None,
-    address: str | None = None,
-    port: int | None = None,
 ) -> Job:
     """Check the file for the number of ranks it will run on, and say what to start.
 
     Raises:
         ConfigError: everything that is wrong with the file.
-        LaunchError: everything that is wrong with ``nproc`` or ``hostfile``.
+        LaunchError: what is wrong with ``nproc``, ``hostfile`` or ``output``.
     """
-    rank_log.make_folder(output)
     gpus = visible_gpus()
     if hostfile is not None:
         num_ranks = sum(read_hostfile(hostfile).values())
-        load(config, overrides=overrides, world_size=num_ranks)
-    elif nproc is not None:
-        if gpus and nproc > len(gpus):
-            raise LaunchError(
-                f"--nproc {nproc}: only {len(gpus)} GPUs are visible; ask for at most that "
-                f"many, or set DS_ACCELERATOR=cpu to train on the CPU"
-            )
-        load(config, overrides=overrides, world_size=nproc)
-        num_ranks = nproc
     else:
-        num_ranks = default_num_ranks(config, overrides, len(gpus))
+        num_ranks = nproc or default_num_ranks(config, overrides, len(gpus))
+        if gpus and num_ranks > len(gpus):
+            raise LaunchError(
+                f"{num_ranks} ranks, but {len(gpus)} GPUs are visible here: lower --nproc or the "
+                f"degrees in ds4d.parallel, or set DS_ACCELERATOR=cpu to train on the CPU"
+            )
+    load(config, overrides=overrides, world_size=num_ranks)
+    rank_log.make_folder(output)
     args = [str(config), f"--output={output.absolute()}"]
     args += [word for override in overrides for word in ("--set", override)]
     args += [f"--resume={resume}"] if resume else []
-    return Job(tuple(args), num_ranks, gpus, hostfile, address, port)
+    return Job(tuple(args), num_ranks, gpus, hostfile)
 
 
 def default_num_ranks(config: Path, overrides: Sequence[str], num_gpus: int) -> int:

@@ -19,11 +19,12 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -47,7 +48,7 @@ class Rank:
     """This process in its job: its place, its device, and the run folder."""
 
     launch: Launch
-    device: "torch.device"
+    device: torch.device
     output: Path
 
     def init_distributed(self, timeout_seconds: float) -> None:
@@ -95,7 +96,7 @@ def run_folder(config: str | Path, output: str | Path | None) -> Path:
     return Path(output) if output else Path("runs") / Path(config).stem
 
 
-def peak_memory_bytes(device: "torch.device") -> int:
+def peak_memory_bytes(device: torch.device) -> int:
     """The most memory this rank has held: on the device, or on CPU of the process (resident)."""
     if device.type == "cuda":
         import torch
@@ -186,7 +187,7 @@ def remove_stale_locks() -> None:
 # -- torch and DeepSpeed --------------------------------------------------------------------
 
 
-def choose_device(launch: Launch) -> "torch.device":
+def choose_device(launch: Launch) -> torch.device:
     """The rank's CUDA device where there is one, else the CPU; DeepSpeed is told the same.
 
     ``DS_ACCELERATOR`` in the environment overrides it, as DeepSpeed documents.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From a fresh clone to a trained model: sets everything up, trains ds_configs/quickstart.json through
-# the deepspeed launcher on all GPUs (or two processes on CPU), exports it, lets it write.
+# From a fresh clone to a trained model: sets everything up, trains ds_configs/quickstart.json
+# through the deepspeed launcher on all GPUs (or two processes on CPU), exports it, lets it write.
 # Arguments go to `ds4d train`: bash launch/quickstart.sh --set ds4d.training.steps=20
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

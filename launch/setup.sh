@@ -14,7 +14,8 @@ is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/
 find_python() {
     if [ -n "${VIRTUAL_ENV:-}" ]; then
         python=$VIRTUAL_ENV/bin/python
-        is_new_enough "$python" || die "the active virtual environment $VIRTUAL_ENV has no Python 3.11 or newer"
+        is_new_enough "$python" ||
+            die "the active virtual environment $VIRTUAL_ENV has no Python 3.11 or newer"
         return
     fi
     python=$root/.venv/bin/python
@@ -39,12 +40,14 @@ setup() {
     done_file=$(dirname "$python")/../.ds4d-$extra
     state="$root $(cd "$root" && cat constraints.txt setup.cfg pyproject.toml | cksum)"
     if [ "$(cat "$done_file" 2>/dev/null)" = "$state" ] && is_installed; then return; fi
-    echo "installing ds4d and what it needs into $(cd "$(dirname "$python")/.." && pwd) (minutes, once)"
+    echo "installing ds4d and what it needs for $python (minutes, once)"
     (cd "$root" && "$python" -m pip install -qq --disable-pip-version-check \
         --constraint constraints.txt --editable ".[$extra]")
     echo "$state" >"$done_file" || true
 }
 
 is_installed() {
-    "$python" -c 'import importlib.metadata as m; [m.version(p) for p in ("ds4d", "torch", "deepspeed")]' 2>/dev/null
+    "$python" -c 'import importlib.metadata as m
+for package in "ds4d", "torch", "deepspeed":
+    m.version(package)' 2>/dev/null
 }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -40,8 +41,15 @@ class Display:
         self._flops_per_step = flops_per_step
         self._peak_tflops = peak_tflops
         self._seconds: deque[float] = deque(maxlen=ETA_WINDOW_STEPS)
-        columns = (TextColumn("step"), BarColumn(None), TaskProgressColumn(), TextColumn("{task.fields[eta]}"))
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        columns = (
+            TextColumn("step"),
+            BarColumn(None),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[eta]}"),
+        )
+        self._bar = Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        )
         self._task = self._bar.add_task("", total=total_steps, completed=start, eta="")
         self._bar.start()
 

@@ -24,7 +24,14 @@ TIMEOUT_SECONDS = 120
 
 
 def environment(**more: str) -> dict[str, str]:
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    launcher = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     clean = {k: v for k, v in os.environ.items() if k not in (*launcher, "OMP_NUM_THREADS")}
     return clean | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)} | more
 

@@ -8,7 +8,7 @@ import pytest
 
 from ds4d import __version__, cli
 
-COMMANDS = ["train", "check", "schema", "export", "generate"]
+COMMANDS = ["train", "check", "schema", "export", "generate", "eval"]
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 2,
@@ -16,11 +16,13 @@ CONFIG = {
     "ds4d": {
         "model": {
             "config": {
-                "model_type": "llama", "vocab_size": 512, "hidden_size": 32,
+                "model_type": "llama", "vocab_size": 300, "hidden_size": 32,
                 "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
             }
         },
-        "data": {"seq_len": 16, "train": {"type": "python_stdlib"}, "tokenizer": {"vocab_size": 512}},
+        "data": {
+            "seq_len": 8, "train": {"type": "python_stdlib"}, "tokenizer": {"vocab_size": 300},
+        },
         "training": {"steps": 1},
     },
 }  # fmt: skip
@@ -74,7 +76,8 @@ def test_version_also_as_a_module():
     "argv",
     [
         [], ["trian", "x.json"], ["train"], ["train", "x.json", "--nproc", "0"],
-        ["train", "x.json", "--nproc", "2", "--hostfile", "h"], ["train", "x.json", "--num_gpus", "2"],
+        ["train", "x.json", "--nproc", "2", "--hostfile", "h"],
+        ["train", "x.json", "--num_gpus", "2"],
         ["train", "x.json", "--master-port", "0"], ["check", "x.json", "--world-size", "two"],
     ],
 )  # fmt: skip

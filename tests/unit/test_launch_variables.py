@@ -54,7 +54,10 @@ def test_no_launcher_is_a_world_of_one(environ):
         ({"WORLD_SIZE": "1", "RANK": "0"}, "missing LOCAL_RANK;"),
         ({"LOCAL_RANK": "1"}, "missing RANK, WORLD_SIZE"),
         ({k: v for k, v in TORCH.items() if k != "MASTER_PORT"}, "missing MASTER_PORT;"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "missing OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_LOCAL_RANK;"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2"},
+            "missing OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_LOCAL_RANK;",
+        ),
         ({"PMI_RANK": "0"}, "missing PMI_SIZE, MPI_LOCALRANKID;"),
         (SLURM, "missing MASTER_ADDR, MASTER_PORT;"),
     ],

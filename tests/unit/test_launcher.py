@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -76,8 +77,10 @@ def test_the_first_visible_gpus_are_used(gpus, config, tmp_path):
 
 def test_more_ranks_than_gpus_are_refused_with_both_numbers(gpus, config, tmp_path):
     gpus(2)
-    with pytest.raises(LaunchError, match="--nproc 4: only 2 GPUs"):
+    with pytest.raises(LaunchError, match="4 ranks, but 2 GPUs"):
         plan_job(config(), output=tmp_path / "run", nproc=4)
+    with pytest.raises(LaunchError, match="3 ranks, but 2 GPUs"):
+        plan_job(config(dp=3), output=tmp_path / "run")
 
 
 def test_on_cpu_deepspeed_is_told_so(config, tmp_path):
@@ -88,7 +91,11 @@ def test_on_cpu_deepspeed_is_told_so(config, tmp_path):
 
 def test_worker_gets_the_arguments(config, tmp_path):
     job = plan_job(
-        config(), output=tmp_path / "run", overrides=["ds4d.training.seed=1"], resume="auto", nproc=1
+        config(),
+        output=tmp_path / "run",
+        overrides=["ds4d.training.seed=1"],
+        resume="auto",
+        nproc=1,
     )
     words = job.command()
     assert words[words.index("--module") + 1] == "ds4d.worker"
@@ -98,12 +105,13 @@ def test_worker_gets_the_arguments(config, tmp_path):
 
 
 def test_a_port_is_free_unless_given(config, tmp_path):
-    def port(**options) -> str:
-        job = plan_job(config(), output=tmp_path / "run", nproc=1, **options)
+    job = plan_job(config(), output=tmp_path / "run", nproc=1)
+
+    def port_of(job: Job) -> str:
         return next(w for w in job.command() if w.startswith("--master_port="))
 
-    assert port(port=12345) == "--master_port=12345"
-    assert port() != port()
+    assert port_of(replace(job, port=12345)) == "--master_port=12345"
+    assert port_of(job) != port_of(job)
 
 
 def test_default_number_of_ranks(config):
@@ -116,14 +124,15 @@ def test_default_number_of_ranks(config):
 def test_a_wrong_file_starts_nothing(config, tmp_path):
     with pytest.raises(ConfigError):
         plan_job(config(dp=3), output=tmp_path / "run", nproc=2)
+    assert not (tmp_path / "run").exists()
 
 
 def test_hostfile_sets_the_world_size(config, tmp_path):
     hostfile = tmp_path / "hosts"
     hostfile.write_text("# ours\nnode0 slots=2\nnode1 slots=1\n")
-    job = plan_job(config(), output=tmp_path / "run", hostfile=hostfile, address="10.0.0.1")
+    job = plan_job(config(), output=tmp_path / "run", hostfile=hostfile)
     assert job.num_ranks == 3
-    words = job.command()
+    words = replace(job, address="10.0.0.1").command()
     assert "deepspeed.launcher.runner" in words and f"--hostfile={hostfile}" in words
     assert "--master_addr=10.0.0.1" in words
 

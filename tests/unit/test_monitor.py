@@ -95,7 +95,13 @@ def test_a_terminal_has_a_bar_below_the_lines():
 
 @pytest.mark.parametrize(
     "seconds, text",
-    [(0, "00:00"), (42, "00:42"), (3723.4, "1:02:03"), (86400 * 2, "2 days, 0:00:00"), (math.inf, "?")],
+    [
+        (0, "00:00"),
+        (42, "00:42"),
+        (3723.4, "1:02:03"),
+        (86400 * 2, "2 days, 0:00:00"),
+        (math.inf, "?"),
+    ],
 )
 def test_duration(seconds, text):
     assert duration(seconds) == text

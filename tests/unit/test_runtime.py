@@ -136,5 +136,7 @@ def test_worker_flags_of_the_launcher_belong_before_the_script(tmp_path):
     """E06: said by one rank, not by all."""
     command = [sys.executable, "-m", "ds4d.worker", "x.json", "--master_port", "29501"]
     for rank, words in (("0", "go before launch/train.py"), ("1", "")):
-        done = subprocess.run(command, env=os.environ | {"RANK": rank}, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env=os.environ | {"RANK": rank}, capture_output=True, text=True
+        )
         assert done.returncode == 2 and words in done.stderr and bool(done.stderr) == bool(words)
