@@ -5,9 +5,14 @@ Letters: N tokens of a micro-batch (B * s), V vocabulary.
 
 from __future__ import annotations
 
+import inspect
+from functools import lru_cache
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from ds4d import attention
 from ds4d.data.batch import IGNORE, MicroBatch
 
 CHUNK_ELEMENTS = 1 << 24  # logits held in fp32 at a time: 64 MiB
@@ -67,15 +72,25 @@ def sum_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def sum_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Run the model and sum its token losses; fp32 scalar.
 
+    A model with attention code of its own gets no documents: it may only see batches in which a
+    row is one document, perhaps padded on the right, which a causal model does not look at.
+
     Args:
-        model: a Hugging Face causal language model, or an engine around one.
+        model: a Hugging Face causal language model, or a DeepSpeed engine around one.
         batch: on the model's device.
     """
-    documents = {} if batch.documents is None else {"documents": batch.documents}
-    output = model(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **documents
-    )
-    return sum_cross_entropy(output.logits, batch.targets)
+    module = getattr(model, "module", model)
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
+    if _takes_positions(type(module)):
+        inputs["position_ids"] = batch.position_ids
+    if batch.documents is not None and module.config._attn_implementation == attention.NAME:
+        inputs["documents"] = batch.documents
+    return sum_cross_entropy(model(**inputs).logits, batch.targets)
+
+
+@lru_cache
+def _takes_positions(cls: type[nn.Module]) -> bool:
+    return "position_ids" in inspect.signature(cls.forward).parameters
 
 
 def count_targets(targets: Tensor) -> Tensor:

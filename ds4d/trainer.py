@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedConfig
 
 from ds4d import attention, model, runtime
 from ds4d.checkpoint.errors import CheckpointError
@@ -114,6 +115,18 @@ def _write_run_folder(run: RunConfig, data: PreparedData, output: Path) -> None:
         data.tokenizer.save_pretrained(output / "tokenizer")
 
 
+def _check_documents(run: RunConfig, data: PreparedData, config: PreTrainedConfig) -> None:
+    """``check`` cannot see into token files, nor into a model that is still on the hub."""
+    for name, report in data.report.items():
+        source = getattr(run.data, name)
+        packed = run.data.packing == "documents"
+        if source.type == "tokens":
+            packed = report["documents"] > report["samples"]
+        if packed and (reason := attention.supports(config, documents=True)):
+            text = f"several documents in a sample, but {reason}"
+            raise ConfigError([Problem(f"ds4d.data.{name}", text)])
+
+
 def _from_rank_0(make: Callable[[], T]) -> T:
     """What rank 0 finds in the file system holds for all; so does its error. Collective."""
     answer: list[Any] = [None, None]
@@ -161,6 +174,7 @@ class Trainer:
         self.hf_config = model.hf_config(
             run.model, vocab_size=data.vocab_size, tokenizer=data.tokenizer
         )
+        _check_documents(run, data, self.hf_config)
         self.engine = Engine.create(
             run,
             self.mesh,
@@ -342,6 +356,7 @@ class Trainer:
             flops_per_step=self._flops_per_step(),
             peak_tflops=peak,
             plot=self.run.monitor.plot,
+            deepspeed=self.engine.monitor,
         )
 
     def _flops_per_step(self) -> float:

@@ -98,6 +98,15 @@ def samples_fit_the_positions(draft: Draft) -> Problems:
         )
 
 
+@rule("ds4d.model", "ds4d.data.packing", *SOURCES)
+def packed_documents_stay_apart(draft: Draft) -> Problems:
+    """Attention inside documents only needs a model that goes through ds4d's attention."""
+    types = {draft.get(f"{source}.type") for source in draft.present(*SOURCES)}
+    if draft.get("ds4d.data.packing") == "documents" and types != {"tokens"}:
+        if reason := draft.model.why_not_packed:
+            yield Problem("ds4d.data.packing", f'"documents": {reason}; use "concat" or "none"')
+
+
 # -- data -----------------------------------------------------------------------------------------
 
 

@@ -39,6 +39,15 @@ class ModelFacts:
         original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
         return max(positions, int(original * factor)) if original and factor else positions
 
+    @property
+    def why_not_packed(self) -> str | None:
+        """Why several documents in a sequence can't be kept apart; None: they can."""
+        if self.config is None:
+            return None
+        from ds4d.attention import supports
+
+        return supports(self.config, documents=True)
+
 
 def look_up(model: Mapping[str, Any]) -> ModelFacts:
     """Facts about ``ds4d.model``, its form checked."""

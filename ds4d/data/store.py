@@ -32,7 +32,8 @@ BUFFERED_SAMPLES = 1 << 14
 class Sample(NamedTuple):
     """int64 [S] each. ``document_ids`` is None for one document (or stretch of text) that fills S.
 
-    Padding, on the right, has the token id 0, position 0, the document id -1 and no target.
+    Padding, on the right, has the token id 0, positions of its own, the document id -1 and no
+    target.
     """
 
     input_ids: torch.Tensor
@@ -174,6 +175,8 @@ class SampleStore(Dataset):
                 following = self._labels[start + 1 : start + length + (kind == CONTINUES)]
                 targets[at : at + len(following)] = following
             at += length
+        # counting up: transformers takes every position that does not for a document of its own
+        position_ids[at:] = np.arange(self.seq_len - at)
         alone = len(pieces) == 1 and at == self.seq_len and kind != PADDING
         return Sample(
             torch.from_numpy(input_ids),

@@ -38,6 +38,7 @@ def build_token_store(
     dtypes = {"tokens": token_dtype(vocab_size), "labels": np.int32, "positions": np.int32}
     columns = {COLUMNS[name]: dtypes[COLUMNS[name]] for name in fields if name in COLUMNS}
     writer = StoreWriter(folder, seq_len, columns)
+    documents = 0
     with closing(writer):
         for where, value in chain([(first_where, first)], lines):
             if _check_fields(where, value) != fields:
@@ -50,9 +51,10 @@ def build_token_store(
             num_targets = _count_targets(sample, pieces, writer.num_tokens)
             writer.append(**{COLUMNS[name]: sample[name] for name in fields if name in COLUMNS})
             writer.sample(pieces, num_targets)
+            documents += sum(piece.kind == ENDS for piece in pieces)
             bar.update(writer.num_samples, f"{writer.num_tokens:,} tokens")
         tokens = writer.num_tokens
-        counts = {"documents": writer.num_samples, "tokens": tokens, "kept_tokens": tokens}
+        counts = {"documents": documents, "tokens": tokens, "kept_tokens": tokens}
         writer.finish({**counts, "truncated_tokens": 0, "dropped_tokens": 0})
 
 

@@ -23,6 +23,7 @@ class Monitor:
         is_speaker: whether this is rank 0.
         total_steps, start, num_devices, flops_per_step, peak_tflops: see ``Display``.
         plot: whether ``finished`` draws the loss curve.
+        deepspeed: DeepSpeed's own writers (tensorboard, wandb, csv), as the file asks for them.
     """
 
     def __init__(
@@ -36,9 +37,11 @@ class Monitor:
         flops_per_step: float | None = None,
         peak_tflops: float | None = None,
         plot: bool = True,
+        deepspeed: Any = None,
     ) -> None:
         self._output = output
         self._plot = plot
+        self._deepspeed = deepspeed
         self._started = time.monotonic()
         self._last_checkpoint: Path | None = None
         self._last: Mapping[str, Any] = {}
@@ -67,7 +70,14 @@ class Monitor:
         if self._display is not None:
             self._metrics.write(metrics)
             self._display.step(metrics)
+            self._write_events(metrics)
             self._last = metrics
+
+    def _write_events(self, metrics: Mapping[str, Any]) -> None:
+        if self._deepspeed is not None and self._deepspeed.enabled:
+            step = metrics["step"]
+            values = {k: v for k, v in metrics.items() if k not in ("step", "skipped")}
+            self._deepspeed.write_events([(f"ds4d/{k}", v, step) for k, v in values.items()])
 
     def note(self, text: str) -> None:
         """Something that the user should know."""

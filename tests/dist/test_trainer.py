@@ -243,6 +243,34 @@ def test_a_global_batch_without_a_target_is_refused(tmp_path):
     assert [row["tokens"] for row in rows] == [2, 6]
 
 
+TINY_BLOOM = {"model_type": "bloom", "vocab_size": 101, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+
+
+def test_a_model_with_attention_of_its_own_trains_on_padded_samples(corpus, tmp_path):
+    """bloom takes neither documents nor positions; padding on the right harms no causal model."""
+    alone = curve(run(1, config(corpus, model=TINY_BLOOM, batch=2), tmp_path / "1"))
+    rows = curve(run(2, config(corpus, model=TINY_BLOOM, batch=2, stage=3), tmp_path / "2"))
+    for row, expected in zip(rows, alone, strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
+
+
+def test_packed_token_lines_are_refused_where_documents_would_mix(tmp_path):
+    line = {"input_ids": [1, 2, 3, 4], "document_ids": [0, 0, 1, 1]}
+    (tmp_path / "train.jsonl").write_text((json.dumps(line) + "\n") * 8)
+    file = config(tmp_path, model=TINY_BLOOM, data={"eval": None}, training={"eval_every": None})
+    with pytest.raises(RankFailure, match="several documents in a sample, but BloomForCausalLM"):
+        run(1, file, tmp_path / "run")
+
+
+def test_deepspeeds_own_monitors_get_every_step(corpus, tmp_path):
+    file = config(corpus, training={"steps": 2, "eval_every": 2})
+    file["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}
+    rows = run(2, file, tmp_path / "run")
+    lines = (tmp_path / "csv" / "ds4d_loss.csv").read_text().splitlines()
+    assert [float(line.split(",")[1]) for line in lines[1:]] == [row["loss"] for row in rows]
+    assert len((tmp_path / "csv" / "ds4d_eval_loss.csv").read_text().splitlines()) == 2
+
+
 def test_an_occupied_run_folder_is_not_overwritten(corpus, tmp_path):
     file = config(corpus, training={"steps": 1, "eval_every": None})
     run(1, file, tmp_path / "run")

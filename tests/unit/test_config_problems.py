@@ -255,6 +255,10 @@ WRONG = {
         dict(zero_optimization={"stage": 3, "offload_optimizer": {"device": "nvme"}}),
         {"zero_optimization.offload_optimizer.device": '"nvme": ds4d\'s checkpoints read'},
     ),
+    "packed documents that the model would mix": (
+        dict(ds4d__model__config={"model_type": "bloom", "hidden_size": 32}),
+        {"ds4d.data.packing": '"documents": BloomForCausalLM has its own attention code'},
+    ),
     "Adagrad with ZeRO": (
         dict(zero_optimization={"stage": 1}, optimizer={"type": "Adagrad"}),
         {"optimizer.type": "DeepSpeed would forget its parameter groups"},
