@@ -193,7 +193,9 @@ def _add_export(commands: Any) -> None:
 
 def _export(args: argparse.Namespace) -> None:
     from ds4d.checkpoint.export import export
+    from ds4d.runtime import quiet_libraries
 
+    quiet_libraries()
     out = export(args.checkpoint, args.out, dtype=args.dtype, force=args.force)
     print(json.dumps({"path": str(out)}) if args.json else f"wrote {out}")
 
@@ -223,7 +225,9 @@ def _add_generate(commands: Any) -> None:
 
 def _generate(args: argparse.Namespace) -> None:
     from ds4d.generate import generate
+    from ds4d.runtime import quiet_libraries
 
+    quiet_libraries()
     texts = generate(
         args.path,
         args.prompts,
@@ -273,7 +277,9 @@ def _source(text: str) -> dict[str, Any]:
 
 def _eval(args: argparse.Namespace) -> None:
     from ds4d.evaluate import evaluate
+    from ds4d.runtime import quiet_libraries
 
+    quiet_libraries()
     found = evaluate(
         args.path,
         config=args.config,

@@ -121,6 +121,14 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(named.split(",")[:count]) if named else tuple(map(str, range(count)))
 
 
+def quiet_libraries() -> None:
+    """For commands that are one process and print a result: no bars, no guesses about devices."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if visible_gpus() else "cpu")
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+
 def versions() -> dict[str, str]:
     """What this run was made with, for the run folder."""
     found = {"python": platform.python_version()}
