@@ -61,7 +61,7 @@ def report(error: BaseException, *, launch: Launch, logs: Path, screen: TextIO) 
     if code is not None:
         text = f"ds4d: {error}"
     elif _lost_peer(error):
-        gone = rank_log.vanished(logs, launch.world_size)
+        gone = rank_log.vanished(logs, launch.world_size, patience_seconds=2)
         peer = f"rank {', '.join(map(str, gone))}" if gone else "a rank of another host"
         text = (
             f"ds4d: {who} lost contact with {peer}, which ended without an error message (killed? "

@@ -150,7 +150,7 @@ def run_job(job: Job) -> int:
     if code in (0, WRONG_INPUT):
         return code
     killed_by = -code if code < 0 else 256 - code
-    if killed_by in iter(signal.Signals):
+    if killed_by > 1 and killed_by in iter(signal.Signals):  # 255 is ssh's word for any failure
         name = signal.Signals(killed_by).name
         print(f"ds4d: a process of the job was ended by {name}", file=sys.stderr)
     return FAILURE

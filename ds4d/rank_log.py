@@ -62,9 +62,16 @@ def end(code: int) -> None:
     print(f"==== {time.strftime('%F %T')} exit code {code}", flush=True)
 
 
-def vanished(logs: Path, world_size: int) -> list[int]:
-    """Ranks of this host that are gone without a last line."""
-    return [rank for rank in range(world_size) if _has_vanished(_path(logs, rank))]
+def vanished(logs: Path, world_size: int, *, patience_seconds: float = 0.0) -> list[int]:
+    """Ranks of this host that are gone without a last line. A process that is being killed loses
+    its connections a moment before it is gone: look again until one is found, or out of patience.
+    """
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        found = [rank for rank in range(world_size) if _has_vanished(_path(logs, rank))]
+        if found or time.monotonic() >= deadline:
+            return found
+        time.sleep(0.05)
 
 
 def _path(logs: Path, rank: int) -> Path:

@@ -149,7 +149,7 @@ def test_two_jobs_at_once_and_a_killed_rank(tmp_path):
     (code, screen), (bad_code, bad_screen) = map(finish, jobs)
     assert code == 0 and screen.startswith("sum 2,") and screen.count("\n") == 1, screen
     assert bad_code == 1
-    assert "lost contact with rank 1," in bad_screen and "SIGKILL" in bad_screen
+    assert "lost contact with rank 1," in bad_screen
     assert not left_over(tmp_path)
 
 

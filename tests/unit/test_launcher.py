@@ -1,9 +1,10 @@
-"""What a job would start: nothing is launched here."""
+"""What a job would start, and what becomes of the launcher's exit code."""
 
 from __future__ import annotations
 
 import base64
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from ds4d import runtime
 from ds4d.config.errors import ConfigError
 from ds4d.launch_variables import LaunchError
-from ds4d.launcher import Job, default_num_ranks, plan_job, read_hostfile
+from ds4d.launcher import Job, default_num_ranks, plan_job, read_hostfile, run_job
 from ds4d.runtime import visible_gpus
 from tests.unit.test_cli import CONFIG
 
@@ -154,3 +155,20 @@ def test_a_run_folder_that_cannot_be_made(config, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(LaunchError, match="cannot write to the run folder"):
         plan_job(config(), output=tmp_path / "file" / "run", nproc=1)
+
+
+class Exits(Job):
+    """A job whose launcher ends at once with the code that is its argument."""
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", f"raise SystemExit({self.args[0]})"]
+
+
+@pytest.mark.parametrize(
+    "launcher, ours, said",
+    [(0, 0, ""), (2, 2, ""), (1, 1, ""), (255, 1, ""), (247, 1, "SIGKILL"), (241, 1, "SIGTERM")],
+)
+def test_exit_codes(capsys, launcher, ours, said):
+    assert run_job(Exits((str(launcher),), 1)) == ours
+    told = capsys.readouterr().err
+    assert said in told and bool(told) == bool(said)
