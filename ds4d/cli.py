@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ds4d import __version__
-from ds4d.worker import add_run_arguments
+from ds4d.launch.worker import add_run_arguments
 
 EXIT_CODES = "exit codes: 0 done, 2 wrong input, 1 failure"
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     except Exception as error:
-        from ds4d.failure import FAILURE, exit_code_for_people
+        from ds4d.launch.failure import FAILURE, exit_code_for_people
 
         code = exit_code_for_people(error)
         if code is None:
@@ -101,8 +101,8 @@ def _add_train(commands: Any) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from ds4d.launcher import plan_job, run_job
-    from ds4d.runtime import run_folder
+    from ds4d.launch.launcher import plan_job, run_job
+    from ds4d.launch.runtime import run_folder
 
     job = plan_job(
         args.config,
@@ -193,7 +193,7 @@ def _add_export(commands: Any) -> None:
 
 def _export(args: argparse.Namespace) -> None:
     from ds4d.checkpoint.export import export
-    from ds4d.runtime import quiet_libraries
+    from ds4d.launch.runtime import quiet_libraries
 
     quiet_libraries()
     out = export(args.checkpoint, args.out, dtype=args.dtype, force=args.force)
@@ -225,7 +225,7 @@ def _add_generate(commands: Any) -> None:
 
 def _generate(args: argparse.Namespace) -> None:
     from ds4d.generate import generate
-    from ds4d.runtime import quiet_libraries
+    from ds4d.launch.runtime import quiet_libraries
 
     quiet_libraries()
     texts = generate(
@@ -277,7 +277,7 @@ def _source(text: str) -> dict[str, Any]:
 
 def _eval(args: argparse.Namespace) -> None:
     from ds4d.evaluate import evaluate
-    from ds4d.runtime import quiet_libraries
+    from ds4d.launch.runtime import quiet_libraries
 
     quiet_libraries()
     found = evaluate(

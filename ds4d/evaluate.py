@@ -24,7 +24,7 @@ from ds4d.data.loader import eval_batches
 from ds4d.data.prepare import prepare
 from ds4d.generate import load_model
 from ds4d.loss import count_targets, sum_loss
-from ds4d.pretrained_config import hf_config
+from ds4d.model.config import hf_config
 
 NO_DATA = "missing: say what to evaluate on, with --source or a --config that has it"
 

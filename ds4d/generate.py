@@ -27,9 +27,9 @@ from ds4d.checkpoint.folder import read_manifest
 from ds4d.checkpoint.logical import LogicalTensor, Piece
 from ds4d.checkpoint.planners import PieceLoadPlanner
 from ds4d.checkpoint.storage import SafetensorsReader
-from ds4d.initial import InitialValues
-from ds4d.meta import logical_model, meta_model
-from ds4d.model import DTYPES, fill, stored_or_initial
+from ds4d.model.build import DTYPES, fill, stored_or_initial
+from ds4d.model.initial import InitialValues
+from ds4d.model.meta import logical_model, meta_model
 
 
 def generate(

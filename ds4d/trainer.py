@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from ds4d import attention, model, runtime
+from ds4d import attention
 from ds4d.checkpoint.errors import CheckpointError
 from ds4d.checkpoint.find import find, list_checkpoints
 from ds4d.checkpoint.load import load, read_extra
@@ -39,7 +39,10 @@ from ds4d.data.order import SampleOrder
 from ds4d.data.prepare import PreparedData, prepare
 from ds4d.engine import Engine, StepResult, find_nonfinite
 from ds4d.evaluate import mean_loss
+from ds4d.launch import runtime
 from ds4d.mesh import Mesh
+from ds4d.model.build import DTYPES, build_model
+from ds4d.model.config import hf_config
 from ds4d.monitor import Monitor
 from ds4d.monitor.flops import model_flops, peak_tflops
 
@@ -171,17 +174,17 @@ class Trainer:
         self.progress = Progress()
         self._seed_everything()
         attention.register()
-        self.hf_config = model.hf_config(
+        self.hf_config = hf_config(
             run.model, vocab_size=data.vocab_size, tokenizer=data.tokenizer
         )
         _check_documents(run, data, self.hf_config)
         self.engine = Engine.create(
             run,
             self.mesh,
-            lambda partition: model.build_model(
+            lambda partition: build_model(
                 run.model,
                 config=self.hf_config,
-                dtype=model.DTYPES[run.precision.param_dtype],
+                dtype=DTYPES[run.precision.param_dtype],
                 device=device,
                 seed=run.training.seed,
                 attn_implementation=attention.implementation_for(self.hf_config),

@@ -12,7 +12,7 @@ for ((n = 2; ; n++)); do
     [ -e "$run" ] || break
     run=runs/quickstart-$n
 done
-gpus=$("$python" -c 'from ds4d.runtime import visible_gpus; print(len(visible_gpus()))')
+gpus=$("$python" -c 'from ds4d.launch.runtime import visible_gpus; print(len(visible_gpus()))')
 ranks=()
 [ "$gpus" -gt 0 ] || ranks=(--nproc 2)
 

@@ -3,7 +3,7 @@ or with one process: ``python launch/train.py CONFIG``. `ds4d train` starts the 
 
 import sys
 
-from ds4d.worker import main
+from ds4d.launch.worker import main
 
 if __name__ == "__main__":
     sys.exit(main())

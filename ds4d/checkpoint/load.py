@@ -12,7 +12,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ds4d.checkpoint.errors import CheckpointError, RanksFailed, dcp_failures, gather, together
+from ds4d.checkpoint.errors import (
+    CheckpointError,
+    RanksFailed,
+    dcp_failures,
+    gather,
+    together,
+)
 from ds4d.checkpoint.files import FileRecord, checksum
 from ds4d.checkpoint.folder import complete_manifest, rank_state_name, read_manifest
 from ds4d.checkpoint.logical import LogicalTensor

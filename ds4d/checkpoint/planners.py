@@ -15,7 +15,12 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, LoadPlan, LoadPlanner, SavePlan
+from torch.distributed.checkpoint import (
+    DefaultSavePlanner,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -29,7 +34,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner_helpers import (
+    create_read_items_for_chunk_list,
+)
 
 from ds4d.checkpoint.logical import LogicalTensor, Piece
 

@@ -73,7 +73,7 @@ def _in_hub_cache(hub_id: str) -> Path | None:
 
 def _ask_transformers(model: ModelConfig) -> ModelFacts:
     # transformers takes seconds to import, and only these checks need it
-    from ds4d.pretrained_config import hf_config
+    from ds4d.model.config import hf_config
 
     some_size = 2**20  # "auto" is settled when the tokenizer is there
     try:
@@ -89,7 +89,9 @@ def _problem(line: str) -> Problem:
 
 
 def _not_causal(model_type: str) -> list[Problem]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN,
+    )
 
     if model_type in KNOWN:
         return []

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from ds4d.config.model_facts import ModelFacts
 from ds4d.config.types import RunConfig
 from ds4d.data.errors import DataError
-from ds4d.pretrained_config import hf_config
+from ds4d.model.config import hf_config
 
 
 def vocab_size(run: RunConfig, tokenizer: PreTrainedTokenizerFast | None) -> int:

@@ -9,7 +9,7 @@ import time
 import warnings
 from pathlib import Path
 
-from ds4d import runtime
+from ds4d.launch import runtime
 from ds4d.monitor.screen import say
 
 

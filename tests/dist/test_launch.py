@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RANK = [sys.executable, "-m", "tests.dist.launched"]
 START = """
 import sys
-from ds4d.launcher import Job, run_job
+from ds4d.launch.launcher import Job, run_job
 sys.exit(run_job(Job(tuple(sys.argv[1:]), 2, module="tests.dist.launched")))
 """
 TIMEOUT_SECONDS = 120
@@ -54,7 +54,7 @@ def start_job(output: Path, steps: str) -> subprocess.Popen:
 
 def run_pair(output: Path, steps: str) -> tuple[list[int], str]:
     """Two ranks without the launcher (its imports cost seconds): exit codes, both screens."""
-    from ds4d.launch_variables import free_port
+    from ds4d.launch.variables import free_port
 
     common = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     common["MASTER_PORT"] = str(free_port())

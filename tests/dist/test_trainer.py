@@ -69,8 +69,8 @@ def job(config: dict, output: Path, resume=None, sigterm_in_step=None, poison=No
     import torch.distributed as dist
 
     from ds4d import trainer
-    from ds4d.launch_variables import Launch
-    from ds4d.runtime import Rank
+    from ds4d.launch.variables import Launch
+    from ds4d.launch.runtime import Rank
 
     class WorkerRank(Rank):
         def init_distributed(self, timeout_seconds: float) -> None:
@@ -153,7 +153,7 @@ def test_unshuffled_steps_are_consecutive_samples_on_a_plain_model(corpus, tmp_p
     from transformers import AutoConfig
 
     from ds4d.config.types import ModelConfig
-    from ds4d.model import build_model
+    from ds4d.model.build import build_model
 
     lr = 0.5
     file = config(corpus, data={"shuffle": False}, training={"eval_every": None}, micro=2)

@@ -11,9 +11,9 @@ import sys
 
 import pytest
 
-from ds4d import failure, rank_log
 from ds4d.data.errors import DataError
-from ds4d.launch_variables import Launch
+from ds4d.launch import failure, rank_log
+from ds4d.launch.variables import Launch
 
 
 def raised(error: BaseException) -> BaseException:

@@ -11,7 +11,7 @@ from ds4d.checkpoint.logical import LogicalTensor, Piece
 from ds4d.checkpoint.save import save
 from ds4d.config.types import ModelConfig
 from ds4d.generate import generate
-from ds4d.model import hf_config
+from ds4d.model.config import hf_config
 from tests.unit.model_families import fields
 
 PROMPTS = ["def f(x):", "a", "import os, sys"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds4d.launch_variables import Launch, LaunchError, read_launch
+from ds4d.launch.variables import Launch, LaunchError, read_launch
 
 TORCH = {
     "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",

@@ -9,11 +9,17 @@ from dataclasses import replace
 
 import pytest
 
-from ds4d import runtime
 from ds4d.config.errors import ConfigError
-from ds4d.launch_variables import LaunchError
-from ds4d.launcher import Job, default_num_ranks, plan_job, read_hostfile, run_job
-from ds4d.runtime import visible_gpus
+from ds4d.launch import runtime
+from ds4d.launch.launcher import (
+    Job,
+    default_num_ranks,
+    plan_job,
+    read_hostfile,
+    run_job,
+)
+from ds4d.launch.runtime import visible_gpus
+from ds4d.launch.variables import LaunchError
 from tests.unit.test_cli import CONFIG
 
 
@@ -99,7 +105,7 @@ def test_worker_gets_the_arguments(config, tmp_path):
         nproc=1,
     )
     words = job.command()
-    assert words[words.index("--module") + 1] == "ds4d.worker"
+    assert words[words.index("--module") + 1] == "ds4d.launch.worker"
     assert words[-4:] == [
         f"--output={tmp_path}/run", "--set", "ds4d.training.seed=1", "--resume=auto",
     ]  # fmt: skip

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from ds4d.config.types import ModelConfig
-from ds4d.model import hf_config
+from ds4d.model.config import hf_config
 from tests.unit.model_families import fields
 
 

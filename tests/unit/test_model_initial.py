@@ -9,9 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ds4d.config.types import ModelConfig
-from ds4d.initial import InitialValues
-from ds4d.meta import logical_model
-from ds4d.model import build_model, hf_config
+from ds4d.model.build import build_model
+from ds4d.model.config import hf_config
+from ds4d.model.initial import InitialValues
+from ds4d.model.meta import logical_model
 from tests.unit.model_families import FAMILIES, fields
 
 

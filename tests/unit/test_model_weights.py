@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ds4d.config.types import ModelConfig
-from ds4d.meta import logical_model
-from ds4d.model import build_model, hf_config
-from ds4d.weights import Weights
+from ds4d.model.build import build_model
+from ds4d.model.config import hf_config
+from ds4d.model.meta import logical_model
+from ds4d.model.weights import Weights
 from tests.unit.model_families import FAMILIES, fields
 
 IDS = torch.arange(24).view(2, 12) % 90 + 3

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from ds4d import runtime
-from ds4d.launch_variables import Launch, LaunchError
+from ds4d.launch import runtime
+from ds4d.launch.variables import Launch, LaunchError
 
 
 def launch(**changes) -> Launch:
@@ -134,7 +134,7 @@ def test_run_folder():
 
 def test_worker_flags_of_the_launcher_belong_before_the_script(tmp_path):
     """E06: said by one rank, not by all."""
-    command = [sys.executable, "-m", "ds4d.worker", "x.json", "--master_port", "29501"]
+    command = [sys.executable, "-m", "ds4d.launch.worker", "x.json", "--master_port", "29501"]
     for rank, words in (("0", "go before launch/train.py"), ("1", "")):
         done = subprocess.run(
             command, env=os.environ | {"RANK": rank}, capture_output=True, text=True

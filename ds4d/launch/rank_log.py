@@ -18,7 +18,7 @@ from typing import TextIO
 
 import psutil
 
-from ds4d.launch_variables import LaunchError
+from ds4d.launch.variables import LaunchError
 
 _START = re.compile(r"^==== .* pid (\d+) on (\S+)$", re.MULTILINE)
 _END = re.compile(r"^==== .* exit code \d+$")

@@ -15,16 +15,17 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ds4d.config.types import ModelConfig
-from ds4d.initial import InitialValues
-from ds4d.meta import logical_model, meta_model
-from ds4d.pretrained_config import hf_config, model_folder
-from ds4d.weights import Weights
-
-__all__ = ["DTYPES", "build_model", "fill", "hf_config", "model_folder", "stored_or_initial"]
+from ds4d.model.config import model_folder
+from ds4d.model.initial import InitialValues
+from ds4d.model.meta import logical_model, meta_model
+from ds4d.model.weights import Weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

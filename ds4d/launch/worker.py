@@ -1,7 +1,7 @@
 """One rank of the main job: what a launcher starts, once per device.
 
-``launch/train.py`` and ``python -m ds4d.worker`` are the same. Only the standard library is
-imported until the rank's output goes to its log, see ``ds4d.runtime``.
+``launch/train.py`` and ``python -m ds4d.launch.worker`` are the same. Only the standard library is
+imported until the rank's output goes to its log, see ``ds4d.launch.runtime``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # launchers add it; env says it
     args = parser.parse_args(argv)
 
-    from ds4d import runtime
+    from ds4d.launch import runtime
     from ds4d.monitor.screen import say
 
     output = runtime.run_folder(args.config, args.output)

@@ -18,8 +18,8 @@ from typing import TextIO
 
 import psutil
 
-from ds4d import rank_log
-from ds4d.launch_variables import Launch
+from ds4d.launch import rank_log
+from ds4d.launch.variables import Launch
 
 WRONG_INPUT = 2
 FAILURE = 1
@@ -30,7 +30,7 @@ INTERRUPTED = 130
 _FOR_PEOPLE = {
     "ds4d.config.errors.ConfigError": WRONG_INPUT,
     "ds4d.data.errors.DataError": WRONG_INPUT,
-    "ds4d.launch_variables.LaunchError": WRONG_INPUT,
+    "ds4d.launch.variables.LaunchError": WRONG_INPUT,
     "ds4d.checkpoint.errors.CheckpointError": FAILURE,
     "ds4d.trainer.NonFiniteError": FAILURE,
 }

@@ -23,14 +23,14 @@ from pathlib import Path
 
 import psutil
 
-from ds4d import rank_log
 from ds4d.config.errors import ConfigError
 from ds4d.config.load import load
-from ds4d.failure import FAILURE, WRONG_INPUT
-from ds4d.launch_variables import LOCALHOST, LaunchError, free_port
-from ds4d.runtime import signal_on_parent_death, visible_gpus
+from ds4d.launch import rank_log
+from ds4d.launch.failure import FAILURE, WRONG_INPUT
+from ds4d.launch.runtime import signal_on_parent_death, visible_gpus
+from ds4d.launch.variables import LOCALHOST, LaunchError, free_port
 
-WORKER = "ds4d.worker"
+WORKER = "ds4d.launch.worker"
 _LAUNCH = "deepspeed.launcher.launch"
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 

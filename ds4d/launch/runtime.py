@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from ds4d import failure, rank_log
-from ds4d.launch_variables import Launch, LaunchError, read_launch
+from ds4d.launch import failure, rank_log
+from ds4d.launch.variables import Launch, LaunchError, read_launch
 from ds4d.monitor import screen
 
 if TYPE_CHECKING:
