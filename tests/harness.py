@@ -191,6 +191,6 @@ def _leave() -> None:
 
 
 def close() -> None:
-    """Stop all workers; called when pytest ends."""
+    """Stop all workers; the next case starts new ones."""
     while _workers:
         _workers.pop().kill()

@@ -47,6 +47,7 @@ def phases(run) -> dict[str, int]:
     return peaks | {"kept": live_bytes() - before}
 
 
+@pytest.mark.usefixtures("fresh_workers")
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("stage, kept", [(0, 12), (1, 4 + 12 / DP), (2, 4 + 12 / DP), (3, 20 / DP)])
 def test_memory_is_highest_in_training_and_stays_what_the_formula_says(stage, kept):

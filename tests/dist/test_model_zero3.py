@@ -152,6 +152,7 @@ def checkpoint(tmp_path_factory):
     return ModelConfig(path=str(folder)), size
 
 
+@pytest.mark.usefixtures("fresh_workers")
 def test_four_ranks_load_one_checkpoint_in_one_checkpoints_memory(checkpoint):
     model, size = checkpoint
     peaks = run_distributed(_peak_of_loading, 4, model=model, sharded=True)
@@ -159,6 +160,7 @@ def test_four_ranks_load_one_checkpoint_in_one_checkpoints_memory(checkpoint):
     assert sum(peaks) < size + 4 * 40 * MIB  # a rank: its quarter, and a module in passing
 
 
+@pytest.mark.usefixtures("fresh_workers")
 def test_a_whole_copy_would_be_seen(checkpoint):
     model, size = checkpoint
     (peak,) = run_distributed(_peak_of_loading, 1, model=model, sharded=False)

@@ -72,8 +72,9 @@ def test_no_token_sees_a_later_one(family):
     changed = ids.clone()
     changed[:, 25:] = (ids[:, 25:] + 1) % 60 + 3
     before, after = (model(input_ids=x, use_cache=False).logits for x in (ids, changed))
-    assert torch.equal(before[:, :25], after[:, :25])
-    assert not torch.equal(before[:, 25:], after[:, 25:])
+    # not to the bit: how many tokens an expert gets changes the rounding of its products
+    torch.testing.assert_close(before[:, :25], after[:, :25], rtol=0, atol=1e-6)
+    assert (before[:, 25:] - after[:, 25:]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("family", ["llama_gqa", "gemma2", "gpt_oss"])
