@@ -32,8 +32,8 @@ def test_file_passes_check(path):
     assert config.zero_optimization_stage == run.zero_stage
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_the_quickstart_has_the_same_batch_on_any_few_ranks(world_size):
     run = load(next(p for p in FILES if p.stem == "quickstart"), world_size=world_size)
-    assert run.batch.train == 16
+    assert run.batch.train == 8
     assert run.parallel.dp == world_size
