@@ -1,6 +1,6 @@
 """What one would write without ds4d: the quickstart's model and batch on DeepSpeed, one step.
 
-Started by ``benchmarks/startup.py``: ``deepspeed --num_gpus 2 benchmarks/bare_deepspeed.py CONFIG``.
+Started by ``benchmarks/startup.py``: ``deepspeed --num_gpus 2 bare_deepspeed.py CONFIG``.
 """
 
 import argparse

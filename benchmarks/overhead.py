@@ -32,7 +32,8 @@ MODEL = {
 SEQ_LEN, SEQUENCES, DP = 512, 4, 2
 ACCUMULATION = SEQUENCES // DP
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0}}
-PAIRS = [("ds4d zero-0", "torch DDP")] + [(f"ds4d zero-{s}", f"DeepSpeed zero-{s}") for s in (1, 2, 3)]
+PAIRS = [("ds4d zero-0", "torch DDP")]
+PAIRS += [(f"ds4d zero-{stage}", f"DeepSpeed zero-{stage}") for stage in (1, 2, 3)]
 
 Step = Callable[[list[torch.Tensor]], None]
 

@@ -64,7 +64,7 @@ def main() -> None:
         "ds4d_seconds": statistics.median(d for _, d in pairs),
         "ratio": statistics.median(d / b for b, d in pairs),
     }
-    text = "first step: bare DeepSpeed {bare_seconds:.1f} s, ds4d {ds4d_seconds:.1f} s, ratio {ratio:.2f}"
+    text = "first step: bare {bare_seconds:.1f} s, ds4d {ds4d_seconds:.1f} s, ratio {ratio:.2f}"
     print(json.dumps(result, indent=2) if args.json else text.format(**result))
 
 

@@ -223,13 +223,20 @@ class Engine:
         return optimizer_state.scalars(self._engine)
 
     @contextmanager
-    def restoring(self, scalars: dict[str, Any]) -> Iterator[dict[str, LogicalTensor]]:
+    def restoring(
+        self, scalars: dict[str, Any], *, step: int
+    ) -> Iterator[dict[str, LogicalTensor]]:
         """Give out the state to be filled in place, then put it to use.
 
         Args:
             scalars: as ``scalars()`` returned when the checkpoint was written.
+            step: steps taken until then, skipped ones included. The learning rate follows from
+                it and from this run's schedule.
+
+        Collective over dp x cp.
         """
         optimizer_state.allocate(self._engine, scalars)
+        optimizer_state.seek(self._engine, step - scalars["skipped_steps"])
         yield optimizer_state.logical_state(self._engine)
         optimizer_state.publish(self._engine)
 
@@ -262,7 +269,9 @@ def find_nonfinite(engine: Engine, micro_batches: Sequence[MicroBatch]) -> str |
     ]
     for batch in micro_batches:
         batch = batch.to(engine.device)
-        engine._engine.backward(sum_loss(engine._engine, batch), scale_wrt_gas=False)
+        # a mean, as in training: fp16 would overflow elsewhere with the sum
+        loss = sum_loss(engine._engine, batch) / count_targets(batch.targets).clamp(min=1)
+        engine._engine.backward(loss, scale_wrt_gas=False)
     for handle in handles:
         handle.remove()
     everyone: list[str | None] = [None] * dist.get_world_size()

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from ds4d import attention
-from ds4d.checkpoint.errors import CheckpointError
+from ds4d.checkpoint.errors import CheckpointError, WrongPath
 from ds4d.checkpoint.find import locate
 from ds4d.checkpoint.folder import read_manifest
 from ds4d.checkpoint.logical import LogicalTensor, Piece
@@ -97,7 +97,7 @@ def load_model(
     try:
         checkpoint = locate(path)
     except CheckpointError as error:
-        raise CheckpointError(
+        raise WrongPath(
             f"{path} is neither a Hugging Face folder (no config.json) nor a checkpoint or run "
             f"folder of ds4d ({error})"
         ) from None

@@ -94,5 +94,5 @@ def _takes_positions(cls: type[nn.Module]) -> bool:
 
 
 def count_targets(targets: Tensor) -> Tensor:
-    """How many targets count, as a float32 scalar on the device of ``targets`` (no sync)."""
-    return (targets != IGNORE).sum().to(torch.float32)
+    """How many targets count, as an int64 scalar on the device of ``targets`` (no sync)."""
+    return (targets != IGNORE).sum()

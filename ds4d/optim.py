@@ -96,7 +96,10 @@ def build_optimizer(
     )
     if "betas" in params:
         params["betas"] = tuple(params["betas"])
-    return OPTIMIZERS[config["type"].lower()](groups, **params)
+    try:
+        return OPTIMIZERS[config["type"].lower()](groups, **params)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"optimizer.params: {config['type']}: {error}") from error
 
 
 def _after_warmup(shape: Callable[[float], float], step: int, warmup: int, total: int) -> float:

@@ -25,6 +25,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from ds4d.checkpoint.logical import LogicalTensor, Piece, boxes_of_range
 
@@ -107,14 +108,19 @@ def _zero3_flats(engine: DeepSpeedEngine) -> Iterator[Flat]:
         data = optimizer.fp32_partitioned_groups_flat[index]
         segments, offset = [], 0
         for param in params:
-            part = param.ds_tensor.ds_numel
-            start = dist.get_rank(param.ds_process_group) * part
-            stop = min(start + part, param.ds_numel)
-            if start < stop:
-                name = engine.param_names[param]
-                segments.append(Segment(name, tuple(param.ds_shape), start, stop, offset))
-            offset += part
+            segment = _zero3_segment(engine.param_names[param], param, offset)
+            if segment is not None:
+                segments.append(segment)
+            offset += param.ds_tensor.ds_numel
         yield Flat(data, data.detach(), optimizer.sub_group_to_group_id[index], tuple(segments))
+
+
+def _zero3_segment(name: str, param: nn.Parameter, offset: int) -> Segment | None:
+    """This rank's equal part of a parameter; None where only padding is left for it."""
+    part = param.ds_tensor.ds_numel
+    start = dist.get_rank(param.ds_process_group) * part
+    stop = min(start + part, param.ds_numel)
+    return Segment(name, tuple(param.ds_shape), start, stop, offset) if start < stop else None
 
 
 def _flats(engine: DeepSpeedEngine) -> Iterator[Flat]:
@@ -152,9 +158,8 @@ def logical_state(engine: DeepSpeedEngine) -> dict[str, LogicalTensor]:
                 key = f"{kind}/{segment.name}"
                 pieces.setdefault(key, []).extend(_pieces(tensor, segment))
                 shapes[key] = (segment.shape, tensor.dtype)
-    for key, shape, tensor in _untrained(engine):
-        shapes[key] = (shape, tensor.dtype)
-        pieces[key] = [Piece((0,) * tensor.dim(), tensor)]
+    for key, shape, dtype, parts in _untrained(engine):
+        shapes[key], pieces[key] = (shape, dtype), parts
     return {
         key: LogicalTensor(shape, dtype, tuple(pieces.get(key, ())))
         for key, (shape, dtype) in shapes.items()
@@ -169,16 +174,28 @@ def _pieces(flat: Tensor, segment: Segment) -> Iterator[Piece]:
         offset += count
 
 
-def _untrained(engine: DeepSpeedEngine) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-    """Frozen parameters and persistent buffers, whole on every rank."""
+def _untrained(
+    engine: DeepSpeedEngine,
+) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, list[Piece]]]:
+    """Frozen parameters, in parts under ZeRO-3, and persistent buffers, whole on every rank."""
     module: nn.Module = engine.module
     for name, param in module.named_parameters():
-        if not param.requires_grad:
-            yield f"weight/{name}", tuple(param.shape), param.data
+        if param.requires_grad:
+            continue
+        if hasattr(param, "ds_tensor"):
+            segment = _zero3_segment(name, param, offset=0)
+            pieces = [] if segment is None else list(_pieces(param.ds_tensor.data, segment))
+            yield f"weight/{name}", tuple(param.ds_shape), param.dtype, pieces
+        else:
+            yield f"weight/{name}", tuple(param.shape), param.dtype, [_whole(param.data)]
     persistent = set(module.state_dict(keep_vars=True)) - {n for n, _ in module.named_parameters()}
     for name, buffer in module.named_buffers():
         if name in persistent:
-            yield f"buffer/{name}", tuple(buffer.shape), buffer
+            yield f"buffer/{name}", tuple(buffer.shape), buffer.dtype, [_whole(buffer)]
+
+
+def _whole(tensor: Tensor) -> Piece:
+    return Piece((0,) * tensor.dim(), tensor)
 
 
 def _state_kinds(engine: DeepSpeedEngine) -> tuple[str, ...]:
@@ -198,22 +215,17 @@ def _is_scalar(value: Any) -> bool:
 
 
 def scalars(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """The state that is not per element: step counts and learning rates by group name, the
-    schedule, the loss scale. The same on every rank and for every layout."""
+    """The state that is not per element: step counts by group name, the loss scale. The same on
+    every rank and for every layout."""
     inner = _inner(engine)
     groups: dict[str, dict[str, Any]] = {}
     for flat in _flats(engine):
         group = inner.param_groups[flat.group]
         entry = inner.state.get(flat.key, {})
-        groups[group["name"]] = {
-            "lr": float(group["lr"]),
-            "state": {k: float(v) for k, v in entry.items() if _is_scalar(v)},
-        }
-    schedule = engine.lr_scheduler.state_dict() if engine.lr_scheduler else {}
+        groups[group["name"]] = {k: float(v) for k, v in entry.items() if _is_scalar(v)}
     return {
         "kinds": list(_state_kinds(engine)),
         "groups": groups,
-        "schedule": {k: v for k, v in schedule.items() if k != "lr_lambdas"},
         "loss_scale": _loss_scale(engine),
         "skipped_steps": engine.skipped_steps,
     }
@@ -232,21 +244,30 @@ def allocate(engine: DeepSpeedEngine, saved: dict[str, Any]) -> None:
     inner = _inner(engine)
     for flat in _flats(engine):
         group = inner.param_groups[flat.group]
-        entry = saved["groups"][group["name"]]
-        group["lr"] = entry["lr"]
         if saved["kinds"]:
             state: dict[str, Any] = {
                 key: torch.tensor(value, dtype=torch.float32, device=flat.key.device)
-                for key, value in entry["state"].items()
+                for key, value in saved["groups"][group["name"]].items()
             }
             state |= {kind: torch.zeros_like(flat.key) for kind in saved["kinds"]}
             inner.state[flat.key] = state
-    if engine.lr_scheduler is not None:
-        lambdas = {"lr_lambdas": [None] * len(inner.param_groups)}  # LambdaLR wants the key
-        engine.lr_scheduler.load_state_dict(saved["schedule"] | lambdas)
     if saved["loss_scale"]:
         vars(engine.optimizer.loss_scaler).update(saved["loss_scale"])
     engine.skipped_steps = saved["skipped_steps"]
+
+
+def seek(engine: DeepSpeedEngine, steps: int) -> None:
+    """Set the schedule to where it stands after so many optimizer steps, and with it the learning
+    rates (and the momenta, which OneCycle moves): they depend on nothing else."""
+    schedule = engine.lr_scheduler
+    if isinstance(schedule, LambdaLR):
+        schedule.last_epoch = steps
+        for group, base, factor in zip(
+            _inner(engine).param_groups, schedule.base_lrs, schedule.lr_lambdas
+        ):
+            group["lr"] = base * factor(steps)
+    elif schedule is not None and steps:
+        schedule.step(steps - 1)  # DeepSpeed's count from -1
 
 
 @torch.no_grad()

@@ -8,28 +8,24 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from ds4d import attention
-from ds4d.checkpoint.errors import CheckpointError
 from ds4d.checkpoint.find import find, list_checkpoints
 from ds4d.checkpoint.load import load, read_extra
 from ds4d.checkpoint.save import save
 from ds4d.config.errors import ConfigError, Problem
 from ds4d.config.load import load as load_config
-from ds4d.config.load import resolved
 from ds4d.config.report import as_dict
 from ds4d.config.types import RunConfig
 from ds4d.data.batch import MicroBatch
@@ -45,8 +41,14 @@ from ds4d.model.build import DTYPES, build_model
 from ds4d.model.config import hf_config
 from ds4d.monitor import Monitor
 from ds4d.monitor.flops import model_flops, peak_tflops
-
-T = TypeVar("T")
+from ds4d.resume import (
+    check_continues,
+    facts,
+    from_rank_0,
+    random_state,
+    seed_everything,
+    set_random_state,
+)
 
 
 class NonFiniteError(RuntimeError):
@@ -130,20 +132,6 @@ def _check_documents(run: RunConfig, data: PreparedData, config: PreTrainedConfi
             raise ConfigError([Problem(f"ds4d.data.{name}", text)])
 
 
-def _from_rank_0(make: Callable[[], T]) -> T:
-    """What rank 0 finds in the file system holds for all; so does its error. Collective."""
-    answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = make()
-        except CheckpointError as error:
-            answer[1] = error
-    dist.broadcast_object_list(answer)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
-
-
 @dataclass
 class Progress:
     """Where training stands; what a resumed run continues from."""
@@ -172,12 +160,13 @@ class Trainer:
         )
         self.total_steps = total_steps(run, len(data.train))
         self.progress = Progress()
-        self._seed_everything()
+        seed_everything(run.training.seed, dist.get_rank(self.mesh.group("dp_cp")))
         attention.register()
         self.hf_config = hf_config(
             run.model, vocab_size=data.vocab_size, tokenizer=data.tokenizer
         )
         _check_documents(run, data, self.hf_config)
+        self._facts = facts(run, data, self.hf_config.to_dict())
         self.engine = Engine.create(
             run,
             self.mesh,
@@ -194,13 +183,6 @@ class Trainer:
             device=device,
             total_steps=self.total_steps,
         )
-
-    def _seed_everything(self) -> None:
-        """Dropout differs between ranks that see other tokens, and agrees within a tp group."""
-        seed = self.run.training.seed * 1_000_003 + dist.get_rank(self.mesh.group("dp_cp"))
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -314,11 +296,10 @@ class Trainer:
                 "consumed_samples": self.progress.consumed_samples,
                 "skipped_in_a_row": self.progress.skipped_in_a_row,
                 "optimizer": self.engine.scalars(),
-                "hf_config": self.hf_config.to_dict(),
                 "dtype": self.run.precision.param_dtype,
-                "config": resolved(self.run),
+                **self._facts,
             },
-            rank_state=_random_state(),
+            rank_state=random_state(self.engine.device),
             keep=self.run.checkpoint.keep,
         )
         monitor.saved(folder)
@@ -329,15 +310,20 @@ class Trainer:
         Raises:
             CheckpointError: it names one that is not there or not complete.
         """
-        return _from_rank_0(lambda: None if which is None else find(self.output, which))
+        return from_rank_0(lambda: None if which is None else find(self.output, which))
 
     def restore(self, folder: Path) -> None:
-        """Continue from a checkpoint, of this layout or another. Collective over the world."""
-        extra = read_extra(folder)
-        with self.engine.restoring(extra["optimizer"]) as state:
+        """Continue from a checkpoint, of this layout or another. Collective over the world.
+
+        Raises:
+            ConfigError: the checkpoint is of another run.
+        """
+        extra = from_rank_0(lambda: read_extra(folder))
+        check_continues(folder, extra, self._facts)
+        with self.engine.restoring(extra["optimizer"], step=extra["step"]) as state:
             _, rank_state = load(folder, state)
         if rank_state is not None:
-            _set_random_state(rank_state)
+            set_random_state(rank_state, self.engine.device)
         self.progress = Progress(
             extra["step"], extra["consumed_samples"], extra["skipped_in_a_row"]
         )
@@ -401,17 +387,3 @@ def _stop_on_sigterm(policy: str) -> Iterator[_Stop]:
     finally:
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)
-
-
-def _random_state() -> dict[str, Any]:
-    state = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])

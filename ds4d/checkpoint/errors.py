@@ -17,6 +17,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, found, read or exported; the message is for people."""
 
 
+class WrongPath(CheckpointError):
+    """The path that was given is not what the command needs."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """What went wrong on one rank, as plain values, so that it travels to the others."""

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ds4d.checkpoint.errors import CheckpointError
+from ds4d.checkpoint.errors import CheckpointError, WrongPath
 from ds4d.checkpoint.files import discard, temp_beside
 from ds4d.checkpoint.find import locate
 from ds4d.checkpoint.folder import read_manifest
@@ -41,16 +41,15 @@ def export(
         checkpoint: a checkpoint, or a run folder (its newest).
         dtype: ``"fp32" | "bf16" | "fp16"``; default: the dtype that was trained in. What the
             family keeps in fp32 stays so.
-        force: replace ``out``.
+        force: replace ``out`` where it is an exported model.
     Returns:
         ``out``.
     Raises:
-        CheckpointError: ``out`` is not empty; the checkpoint does not hold the whole model; the
-            folder cannot be written.
+        WrongPath: ``out`` is not empty, or holds something else than an exported model.
+        CheckpointError: the checkpoint does not hold the whole model; the folder cannot be written.
     """
     checkpoint = locate(checkpoint)
-    if out.exists() and not force and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} is not empty: name another folder, or replace it by force")
+    _check_target(out, checkpoint, force)
     extra = read_manifest(checkpoint).extra
     model = _meta_model(extra["hf_config"], _dtype(dtype or extra["dtype"]))
     temp = temp_beside(out)
@@ -69,6 +68,21 @@ def export(
     finally:
         shutil.rmtree(temp, ignore_errors=True)
     return out
+
+
+def _check_target(out: Path, checkpoint: Path, force: bool) -> None:
+    """Never remove anything but an older export."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not out.is_dir():
+        raise WrongPath(f"{out} is a file: name a folder")
+    if not force:
+        raise WrongPath(f"{out} is not empty: name another folder, or replace it with --force")
+    if out.resolve() in checkpoint.resolve().parents or not (out / "config.json").is_file():
+        raise WrongPath(f"{out} is no exported model, so it is not replaced: name another folder")
+    strange = sorted(path.name for path in out.iterdir() if path.is_dir())
+    if strange:
+        raise WrongPath(f"{out} has the folder {strange[0]}, which no export has: not replaced")
 
 
 def _dtype(word: str) -> torch.dtype:

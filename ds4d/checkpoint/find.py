@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds4d.checkpoint.errors import CheckpointError
+from ds4d.checkpoint.errors import CheckpointError, WrongPath
 from ds4d.checkpoint.folder import (
     MANIFEST,
     STEP_FOLDER,
@@ -73,7 +73,7 @@ def locate(path: Path) -> Path:
         return path
     newest = _newest(path)
     if newest is None:
-        raise CheckpointError(f"{checkpoints_folder(path)}: no complete checkpoint there")
+        raise WrongPath(f"{checkpoints_folder(path)}: no complete checkpoint there")
     return newest
 
 

@@ -73,14 +73,17 @@ def _in_hub_cache(hub_id: str) -> Path | None:
 
 def _ask_transformers(model: ModelConfig) -> ModelFacts:
     # transformers takes seconds to import, and only these checks need it
-    from ds4d.model.config import hf_config
+    from ds4d.model.config import hf_config, why_not_trainable
 
     some_size = 2**20  # "auto" is settled when the tokenizer is there
     try:
         config = hf_config(model, vocab_size=some_size)
     except ValueError as error:
         return ModelFacts(problems=tuple(map(_problem, str(error).splitlines())))
-    return ModelFacts(config, tuple(_not_causal(config.model_type)))
+    problems = _not_causal(config.model_type)
+    if not problems and (reason := why_not_trainable(config)):
+        problems = [Problem(PATH_KEY if model.path else "ds4d.model.config", reason)]
+    return ModelFacts(config, tuple(problems))
 
 
 def _problem(line: str) -> Problem:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -85,7 +86,12 @@ def _parse(text: str, name: str, twice: list[str]) -> Any:
         return result
 
     try:
-        return json.loads(_plain(text), object_pairs_hook=unique, parse_constant=_no_number)
+        return json.loads(
+            _plain(text),
+            object_pairs_hook=unique,
+            parse_constant=_no_number,
+            parse_float=_finite,
+        )
     except json.JSONDecodeError as error:
         shown = text.split("\n")[error.lineno - 1].strip()
         message = f"column {error.colno}: not JSON: {error.msg}" + (f": {shown}" if shown else "")
@@ -105,6 +111,12 @@ def _plain(text: str) -> str:
 
 def _no_number(name: str) -> None:
     raise ValueError(f"{name} is not a number in JSON")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text} is too large for a number")
+    return value
 
 
 def _duplicates(names: list[str], lines: Mapping[str, list[int]]) -> list[Problem]:
@@ -172,6 +184,6 @@ def override(content: dict[str, Any], assignments: Sequence[str]) -> list[Proble
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_no_number)
+        return json.loads(text, parse_constant=_no_number, parse_float=_finite)
     except ValueError:
         return text

@@ -65,7 +65,7 @@ class TokenizerConfig:
     path: str | None = None
     """Tokenizer folder or hub id."""
 
-    vocab_size: Annotated[int, ("minimum", 257)] | None = None
+    vocab_size: Annotated[int, ("minimum", 258)] | None = None
     """Train a byte-level BPE of this size, once, on the training source. At least the 256 bytes and
     an end-of-text token."""
 
@@ -165,7 +165,7 @@ class TrainingConfig:
     epochs: Positive | None = None
     """Passes over the training data."""
 
-    seed: NonNegative = 42
+    seed: Annotated[int, ("minimum", 0), ("maximum", 2**32 - 1)] = 42
     """Initial weights, data order and dropout follow from it, whatever the layout."""
 
     decay_all: bool = False

@@ -10,6 +10,7 @@ Letters: B sequences in the micro-batch, S tokens a sequence.
 
 from __future__ import annotations
 
+import os
 from itertools import count
 from typing import Iterator, Sequence
 
@@ -95,7 +96,7 @@ def _micro_batches(rows: _Rows, positions: Iterator[Positions], num_workers: int
         batch_sampler=positions,
         collate_fn=collate,
         num_workers=num_workers,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=os.environ.get("DS_ACCELERATOR") == "cuda",  # set by launch.runtime
         # Without one of its own it would draw from the generator that dropout uses.
         generator=torch.Generator(),
     )

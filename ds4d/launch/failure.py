@@ -31,6 +31,7 @@ _FOR_PEOPLE = {
     "ds4d.config.errors.ConfigError": WRONG_INPUT,
     "ds4d.data.errors.DataError": WRONG_INPUT,
     "ds4d.launch.variables.LaunchError": WRONG_INPUT,
+    "ds4d.checkpoint.errors.WrongPath": WRONG_INPUT,
     "ds4d.checkpoint.errors.CheckpointError": FAILURE,
     "ds4d.trainer.NonFiniteError": FAILURE,
 }

@@ -12,15 +12,18 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
+    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -31,6 +34,8 @@ from ds4d.config.types import ModelConfig
 
 # Kept by save_pretrained in every config.json; they say nothing about the model's shape.
 BOOKKEEPING = ("model_type", "auto_map", "_name_or_path", "_attn_implementation_autoset")
+# Causal by name only: trained by permutation, or bidirectional.
+LOOKS_AHEAD = ("xlnet", "xlm")
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -70,6 +75,28 @@ def hf_config(
             tokens["pad_token_id"] = None  # the embedding of padding is never trained
         config = _from_fields({**tokens, **fields})
     return config
+
+
+def why_not_trainable(config: PreTrainedConfig) -> str | None:
+    """Why no causal language model can be made of this config; None: it can. Builds it on meta,
+    which takes no memory."""
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    source = inspect.getsource(sys.modules[cls.__module__])
+    if "config.is_decoder" in source and "config.is_decoder = True" not in source:
+        if not getattr(config, "is_decoder", True):
+            return f"{config.model_type} sees later tokens unless is_decoder is true; set it"
+    if config.model_type in LOOKS_AHEAD:
+        return f"{config.model_type} is not causal: it sees later tokens"
+    heads = getattr(config, "num_attention_heads", None)
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
+        return f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(deepcopy(config))
+    except Exception as error:  # whatever a field has led the model's code to
+        return f"transformers cannot build this {config.model_type}: {_one_line(error)}"
+    return None
 
 
 def model_folder(path: str) -> Path:
@@ -127,7 +154,7 @@ def _from_fields(fields: Mapping[str, Any]) -> PreTrainedConfig:
         known = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         raise ValueError(
             f"ds4d.model.config.model_type: {model_type!r} is no causal language model of "
-            f"transformers{_nearest(str(model_type), known)}. Known: {', '.join(known)}"
+            f"transformers{_nearest(str(model_type), known) or '. Known: ' + ', '.join(known)}"
         )
     try:
         return CONFIG_MAPPING[model_type](
@@ -135,7 +162,7 @@ def _from_fields(fields: Mapping[str, Any]) -> PreTrainedConfig:
         )
     except StrictDataclassError as error:
         raise ValueError(f"ds4d.model.config: {_one_line(error)}") from error
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"ds4d.model.config: {model_type}: {_one_line(error)}") from error
 
 

@@ -1,7 +1,8 @@
 """What the user sees: the one place that ds4d's own words go to.
 
-In a rank, the process's stdout and stderr lead to its log file (``ds4d.launch.runtime``), so that nothing
-but what is printed here reaches the screen. Outside of a rank it is stderr: stdout is for results.
+In a rank, the process's stdout and stderr lead to its log file (``ds4d.launch.runtime``), so that
+nothing but what is printed here reaches the screen. Outside of a rank it is stderr: stdout is for
+results.
 """
 
 from __future__ import annotations

@@ -40,12 +40,14 @@ STAGES = [0, 1, 2, 3]
 
 def make_run(*, stage, dp, micro, optimizer=ADAMW, clip=CLIP, precision="fp32", **deepspeed):
     accumulation = GLOBAL_BATCH // (dp * micro)
+    # no parameter of these models is large enough to be split by default
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0 if stage == 3 else 10**5}
     keys = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
         "optimizer": optimizer,
         "gradient_clipping": clip,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": zero,
         **deepspeed,
     }
     if precision != "fp32":
@@ -61,8 +63,10 @@ def make_run(*, stage, dp, micro, optimizer=ADAMW, clip=CLIP, precision="fp32", 
     )
 
 
-def build(dtype, partition, **changes):
+def build(dtype, partition, frozen=(), **changes):
     model = tiny_model(dtype=dtype, **changes)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
     if partition is not None:
         for module in model.modules():
             partition(module)

@@ -208,6 +208,64 @@ def test_resumed_on_more_ranks_with_the_same_curve_across_epochs(corpus, tmp_pat
         assert row == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (lambda c: c["ds4d"]["training"].update(seed=7), "ds4d.training.seed: was 42, is 7"),
+        (lambda c: c.update(optimizer={"type": "Lion"}), 'optimizer.type: was "AdamW", is "Lion"'),
+        (lambda c: c["ds4d"]["data"].update(train=c["ds4d"]["data"]["eval"]), "not those that"),
+        (lambda c: c["ds4d"]["model"]["config"].update(rope_theta=99.0), "rope_parameters was"),
+    ],
+)
+def test_another_run_is_not_continued(corpus, tmp_path, change, text):
+    file = config(corpus, training={"steps": 1, "eval_every": None})
+    run(1, file, tmp_path / "run")
+    file = json.loads(json.dumps(file))
+    change(file)
+    with pytest.raises(RankFailure, match=text):
+        run(1, file, tmp_path / "run", resume="auto")
+
+
+def test_a_new_learning_rate_holds_from_the_next_step(corpus, tmp_path):
+    file = config(corpus, training={"steps": 2, "eval_every": None})
+    run(1, file, tmp_path / "run")
+    file["ds4d"]["training"]["steps"] = 4
+    file["optimizer"]["params"]["lr"] = 0.5
+    file["scheduler"] = {"type": "linear", "params": {"total_steps": 4}}
+    rows = run(1, file, tmp_path / "run", resume="auto")
+    assert [row["lr"] for row in rows[2:]] == pytest.approx([0.25, 0.125])
+
+
+def test_eval_finds_what_training_found(corpus, tmp_path):
+    """On a run folder, and on its export with the source given."""
+    from ds4d.checkpoint.export import export
+    from ds4d.evaluate import evaluate
+
+    file = config(corpus, training={"steps": 2, "eval_every": 2})
+    rows = run(2, file, tmp_path / "run")
+    save_tokenizer(tmp_path / "run" / "tokenizer")
+    found = evaluate(tmp_path / "run", progress=False)
+    assert found["loss"] == pytest.approx(rows[-1]["eval_loss"], rel=1e-6)
+    assert found["samples"] == 9
+    export(tmp_path / "run", tmp_path / "exported")
+    source = {"type": "tokens", "path": str(corpus / "eval.jsonl")}
+    again = evaluate(
+        tmp_path / "exported",
+        source=source,
+        overrides=[f"ds4d.data.seq_len={SEQ_LEN}", f"ds4d.data.cache_dir={corpus / 'cache'}"],
+        progress=False,
+    )
+    assert again == found
+
+
+def save_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+
+
 def test_sigterm_on_one_rank_saves_on_all_and_ends(corpus, tmp_path, alone):
     file = config(corpus, checkpoint={"every": None})
     rows = run(2, file, tmp_path / "run", sigterm_in_step=3)

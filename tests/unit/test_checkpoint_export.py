@@ -152,6 +152,19 @@ def test_a_folder_in_use_is_not_touched_unless_forced(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run"]
 
 
+def test_only_an_older_export_is_replaced(tmp_path):
+    """Neither the run itself, nor what holds it, nor anything else that --force may hit."""
+    checkpoint = checkpoint_of(llama(), tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("precious")
+    before = sorted(tmp_path.rglob("*"))
+    for out in (other, tmp_path, checkpoint, checkpoint.parent.parent, other / "thesis.tex"):
+        with pytest.raises(CheckpointError, match="replaced|is a file"):
+            export(checkpoint, out, force=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_checkpoint_without_all_of_the_model_is_refused(tmp_path):
     checkpoint = checkpoint_of(llama(), tmp_path, drop=["model.norm.weight", "lm_head.weight"])
     with pytest.raises(CheckpointError) as error:

@@ -112,9 +112,9 @@ def test_a_missing_file_is_wrong_input(capsys, tmp_path, command):
     assert code == 2 and "none.json" in err and "Traceback" not in err
 
 
-def test_export_of_nothing_is_a_failure_in_words(capsys, tmp_path):
+def test_export_of_nothing_is_wrong_input_in_words(capsys, tmp_path):
     code, _, err = call(capsys, "export", tmp_path / "nothing", tmp_path / "out")
-    assert code == 1 and "nothing" in err and "Traceback" not in err
+    assert code == 2 and "nothing" in err and "Traceback" not in err
 
 
 def test_our_own_fault_shows_the_traceback(capsys, monkeypatch):

@@ -259,6 +259,14 @@ WRONG = {
         dict(ds4d__model__config={"model_type": "bloom", "hidden_size": 32}),
         {"ds4d.data.packing": '"documents": BloomForCausalLM has its own attention code'},
     ),
+    "heads that the kv heads do not divide": (
+        dict(ds4d__model__config__num_key_value_heads=3),
+        {"ds4d.model.config": "num_attention_heads 4 is not a multiple of num_key_value_heads 3"},
+    ),
+    "a model that transformers cannot build": (
+        dict(ds4d__model__config__hidden_act="foo"),
+        {"ds4d.model.config": "transformers cannot build this llama: 'foo'"},
+    ),
     "Adagrad with ZeRO": (
         dict(zero_optimization={"stage": 1}, optimizer={"type": "Adagrad"}),
         {"optimizer.type": "DeepSpeed would forget its parameter groups"},
@@ -386,6 +394,9 @@ def test_model_folder(tmp_path):
     folder = dict(ds4d__model={"path": str(tmp_path)})
     assert "no config.json" in problems(changed(**folder))["ds4d.model.path"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    found = problems(changed(**folder, ds4d__data__seq_len=512))
+    assert "sees later tokens unless is_decoder is true" in found["ds4d.model.path"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "is_decoder": True}))
     assert problems(changed(**folder, ds4d__data__seq_len=512)) == {}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
     assert "not a causal language model" in problems(changed(**folder))["ds4d.model.path"]
