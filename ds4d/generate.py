@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Sequence
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -23,9 +21,9 @@ from transformers import (
 from ds4d import attention
 from ds4d.checkpoint.errors import CheckpointError, WrongPath
 from ds4d.checkpoint.find import locate
-from ds4d.checkpoint.folder import read_manifest
+from ds4d.checkpoint.folder import read_manifest, tokenizer_folder
+from ds4d.checkpoint.load import read_here
 from ds4d.checkpoint.logical import LogicalTensor, Piece
-from ds4d.checkpoint.planners import PieceLoadPlanner
 from ds4d.checkpoint.storage import SafetensorsReader
 from ds4d.model.build import DTYPES, fill, stored_or_initial
 from ds4d.model.initial import InitialValues
@@ -93,7 +91,7 @@ def load_model(
             attn_implementation=attention.implementation_for(config),
             local_files_only=True,
         ).to(device)
-        return model.eval(), _tokenizer(path, [path])
+        return model.eval(), _tokenizer(path, path)
     try:
         checkpoint = locate(path)
     except CheckpointError as error:
@@ -102,11 +100,8 @@ def load_model(
             f"folder of ds4d ({error})"
         ) from None
     extra = read_manifest(checkpoint).extra
-    places = [checkpoint.resolve().parent.parent / "tokenizer"]
-    if extra.get("tokenizer"):
-        places.append(Path(extra["tokenizer"]))
     model = _from_checkpoint(checkpoint, extra["hf_config"], DTYPES[extra["dtype"]], device)
-    return model, _tokenizer(path, places)
+    return model, _tokenizer(path, tokenizer_folder(checkpoint))
 
 
 class _CheckpointTensors:
@@ -132,13 +127,9 @@ class _CheckpointTensors:
             )
         tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
         whole = Piece((0,) * tensor.dim(), tensor)
-        with warnings.catch_warnings(action="ignore"):  # DCP says that it is one process
-            dcp.load(
-                {key: LogicalTensor(tuple(tensor.shape), tensor.dtype, (whole,))},
-                storage_reader=self._reader,
-                planner=PieceLoadPlanner(),
-                no_dist=True,
-            )
+        read_here(
+            self._reader, {key: LogicalTensor(tuple(tensor.shape), tensor.dtype, (whole,))}
+        )
         return tensor
 
 
@@ -154,13 +145,12 @@ def _from_checkpoint(
     return model.eval()
 
 
-def _tokenizer(path: Path, places: list[Path]) -> PreTrainedTokenizerBase:
-    for place in places:
-        if any(place.glob("tokenizer*")):
-            return AutoTokenizer.from_pretrained(place, local_files_only=True)
+def _tokenizer(path: Path, folder: Path) -> PreTrainedTokenizerBase:
+    if any(folder.glob("tokenizer*")):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     raise ValueError(
-        f"{path}: no tokenizer in {' or '.join(map(str, places))}, so text can't be turned into "
-        "tokens; copy the tokenizer's files there"
+        f"{path}: no tokenizer in {folder}, so text can't be turned into tokens; copy the "
+        "tokenizer's files there"
     )
 
 

@@ -17,16 +17,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ds4d.checkpoint.errors import CheckpointError, WrongPath
 from ds4d.checkpoint.files import discard, temp_beside
 from ds4d.checkpoint.find import locate
-from ds4d.checkpoint.folder import read_manifest
+from ds4d.checkpoint.folder import read_manifest, tokenizer_folder
 from ds4d.checkpoint.load import mismatches, raise_mismatches, read_here
 from ds4d.checkpoint.logical import LogicalTensor, Piece
 from ds4d.checkpoint.storage import SafetensorsReader
+from ds4d.model.build import DTYPES
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_SHARD = "5GB"
-TOKENIZER = "tokenizer"
 
 
 def export(
@@ -57,7 +56,7 @@ def export(
         temp.mkdir(parents=True)
         tensors = _read(checkpoint, model, temp)
         model.save_pretrained(temp, state_dict=tensors, max_shard_size=MAX_SHARD)
-        _copy_tokenizer(checkpoint, extra, temp)
+        _copy_tokenizer(checkpoint, temp)
         for weights in temp.glob("*.safetensors"):  # the library makes them private to the user
             weights.chmod((temp / "config.json").stat().st_mode)
         if out.exists():
@@ -139,13 +138,9 @@ def _mapped(path: Path, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return tensor.view(shape)
 
 
-def _copy_tokenizer(checkpoint: Path, extra: dict[str, Any], out: Path) -> None:
-    """The run folder's own copy, or the folder that the checkpoint names."""
-    places = [checkpoint.resolve().parent.parent / TOKENIZER]
-    if extra.get(TOKENIZER):
-        places.append(Path(extra[TOKENIZER]))
-    for place in places:
-        if place.is_dir():
-            shutil.copytree(place, out, dirs_exist_ok=True)
-            return
-    logger.warning("no tokenizer is exported: there is none in %s", " or ".join(map(str, places)))
+def _copy_tokenizer(checkpoint: Path, out: Path) -> None:
+    folder = tokenizer_folder(checkpoint)
+    if folder.is_dir():
+        shutil.copytree(folder, out, dirs_exist_ok=True)
+    else:
+        logger.warning("no tokenizer is exported: there is none in %s", folder)

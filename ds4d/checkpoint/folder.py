@@ -104,3 +104,8 @@ def complete_manifest(folder: Path) -> Manifest:
                 f"{folder / record.name}: {size} bytes; {record.bytes} were written"
             )
     return manifest
+
+
+def tokenizer_folder(checkpoint: Path) -> Path:
+    """Where the run that wrote a checkpoint keeps its tokenizer."""
+    return checkpoint.resolve().parent.parent / "tokenizer"

@@ -117,4 +117,8 @@ class BestFit:
         self.open.clear()
 
 
-PACKERS = {"documents": BestFit, "concat": Stream, "none": OneEach}
+PACKERS: dict[str, Callable[..., Packer]] = {
+    "documents": BestFit,
+    "concat": Stream,
+    "none": OneEach,
+}

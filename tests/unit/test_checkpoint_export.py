@@ -118,17 +118,11 @@ def test_large_models_are_sharded(tmp_path, monkeypatch):
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
 
 
-@pytest.mark.parametrize("place", ["run folder", "named by the checkpoint", "nowhere"])
+@pytest.mark.parametrize("place", ["run folder", "nowhere"])
 def test_the_tokenizer_comes_along(tmp_path, place, caplog):
     model = llama()
     checkpoint = checkpoint_of(model, tmp_path)
     folder = tmp_path / "run" / "tokenizer"
-    if place == "named by the checkpoint":
-        folder = tmp_path / "elsewhere"
-        path = checkpoint / "manifest.json"
-        manifest = json.loads(path.read_text())
-        manifest["extra"]["tokenizer"] = str(folder)
-        path.write_text(json.dumps(manifest))
     if place != "nowhere":
         folder.mkdir()
         (folder / "tokenizer.json").write_text("{}")
