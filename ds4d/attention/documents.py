@@ -24,19 +24,29 @@ class Documents:
         ids: int64 [B, s]; padding has the id ``PADDING``. A token attends only inside its run.
         bounds: int32 [runs + 1], where each run starts in the flattened tokens, then B * s.
         lengths: tokens of each run, padding runs included, in order; they add up to B * s.
+        covers_positions: positions restart at run bounds only. Then the packed sequences that
+            transformers finds in the positions say nothing new, and need not be fetched from the
+            device.
     """
 
     ids: torch.Tensor
     bounds: torch.Tensor
     lengths: tuple[int, ...]
+    covers_positions: bool = False
 
     @classmethod
-    def from_ids(cls, ids: torch.Tensor) -> "Documents":
-        """From ids [B, s] on the CPU. A run ends where the id changes or a row ends."""
+    def from_ids(cls, ids: torch.Tensor, positions: torch.Tensor | None = None) -> "Documents":
+        """From ids [B, s] on the CPU. A run ends where the id changes or a row ends.
+
+        Args:
+            positions: [B, s], to learn whether they restart at run bounds only.
+        """
         starts = torch.ones_like(ids, dtype=torch.bool)
         starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        covers = positions is not None and bool(starts[:, 1:][positions.diff() != 1].all())
         bounds = torch.cat([starts.flatten().nonzero().flatten(), torch.tensor([ids.numel()])])
-        return cls(ids, bounds.to(torch.int32), tuple(bounds.diff().tolist()))
+        lengths = tuple(bounds.diff().tolist())
+        return cls(ids, bounds.to(torch.int32), lengths, covers)
 
     @property
     def max_length(self) -> int:

@@ -85,9 +85,13 @@ class LazyMask:
         return self._visible[1]
 
     def _resolve(self, documents: Documents | None) -> Visible:
-        own, exact = self._own_documents, self.pattern.exact
-        if self.padding is not None or self.pattern.segments is not None:
-            exact = exact and own is not None
+        exact = self.pattern.exact
+        if documents is not None and documents.covers_positions and self.padding is None:
+            own = None  # known without a look at the device
+        else:
+            own = self._own_documents
+            if self.padding is not None or self.pattern.segments is not None:
+                exact = exact and own is not None
         if documents is not None and own is not None:
             documents = documents.intersect(own)
         return Visible(

@@ -105,11 +105,10 @@ def _micro_batches(rows: _Rows, positions: Iterator[Positions], num_workers: int
 def collate(samples: Sequence[Sample]) -> MicroBatch:
     """[S] each -> [B, S]."""
     input_ids, targets, position_ids, document_ids = zip(*samples)
+    positions = torch.stack(position_ids)
     documents = None
     if any(ids is not None for ids in document_ids):
         whole = torch.zeros_like(input_ids[0])  # a row that is one document
         rows = [whole if ids is None else ids for ids in document_ids]
-        documents = Documents.from_ids(torch.stack(rows))
-    return MicroBatch(
-        torch.stack(input_ids), torch.stack(targets), torch.stack(position_ids), documents
-    )
+        documents = Documents.from_ids(torch.stack(rows), positions)
+    return MicroBatch(torch.stack(input_ids), torch.stack(targets), positions, documents)

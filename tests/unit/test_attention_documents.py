@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ds4d.attention.documents import PADDING, Documents
+from ds4d.attention.mask import LazyMask
 from tests.unit.attention_models import (
     CONFIGS,
     assert_same_gradients,
@@ -98,6 +99,21 @@ def test_documents_and_transformers_own_guess_cut_both():
     coarse = Documents.from_ids(_ids([[24, 40]]))
     cut = model(input_ids=ids, documents=coarse, **inputs).logits
     assert torch.equal(cut, model(input_ids=ids, **inputs).logits)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_documents_that_cover_the_positions_are_enough(family, monkeypatch):
+    """As the loader makes them: the same attention, without asking the device for the guess."""
+    rows = [[24, 20, 20]]
+    ids, positions = _ids(rows), _positions(rows)
+    assert not Documents.from_ids(_ids([[24, 40]]), positions).covers_positions
+    covering = Documents.from_ids(ids, positions)
+    assert covering.covers_positions
+    model, inputs = build(config(family), "ds4d").eval(), dict(position_ids=positions)
+    inputs |= {"input_ids": tokens(1, LENGTH), "use_cache": False}
+    expected = model(documents=Documents.from_ids(ids), **inputs).logits
+    monkeypatch.setattr(LazyMask, "_own_documents", property(lambda self: 1 / 0))
+    assert torch.equal(model(documents=covering, **inputs).logits, expected)
 
 
 def test_an_id_that_comes_back_is_another_document():
