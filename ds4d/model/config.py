@@ -87,6 +87,8 @@ def why_not_trainable(config: PreTrainedConfig) -> str | None:
             return f"{config.model_type} sees later tokens unless is_decoder is true; set it"
     if config.model_type in LOOKS_AHEAD:
         return f"{config.model_type} is not causal: it sees later tokens"
+    if getattr(config, "output_router_logits", False):
+        return "output_router_logits: the router's own loss is not added yet; set it to false"
     heads = getattr(config, "num_attention_heads", None)
     kv_heads = getattr(config, "num_key_value_heads", None)
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
