@@ -9,6 +9,7 @@ from ds4d.config.rules import Problems, rule
 
 ZERO = "zero_optimization"
 GRAD_ACCUM = "data_types.grad_accum_dtype"
+CPU_ADAM = "needs DeepSpeed's CPU Adam, and ds4d builds the optimizer itself"
 
 
 @rule("bf16.enabled", "fp16.enabled")
@@ -60,8 +61,8 @@ def offload_fits_the_stage(draft: Draft) -> Problems:
                 '"nvme": ds4d\'s checkpoints read weights and moments from memory; use "cpu"',
             )
     ratio = draft.get(f"{ZERO}.offload_optimizer.ratio")
-    if ratio < 1 and stage != 3:
-        yield Problem(f"{ZERO}.offload_optimizer.ratio", f"{ratio}: below 1 needs {ZERO}.stage 3")
+    if ratio < 1:
+        yield Problem(f"{ZERO}.offload_optimizer.ratio", f"{ratio}: below 1 {CPU_ADAM}")
 
 
 @rule("zero_optimization.stage", "optimizer.type")
@@ -99,7 +100,6 @@ def reduction_fits_the_stage(draft: Draft) -> Problems:
 
 
 # Settings that ds4d cannot honour: key -> (the value refused, why).
-CPU_ADAM = "needs DeepSpeed's CPU Adam, and ds4d builds the optimizer itself"
 REFUSED_VALUES = {
     f"{ZERO}.offload_optimizer.super_offload": (True, CPU_ADAM),
     f"{ZERO}.legacy_stage1": (True, "DeepSpeed no longer has it"),

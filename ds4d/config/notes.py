@@ -34,6 +34,7 @@ WITHOUT_EFFECT = {
         lambda draft: draft.get("ds4d.recompute") != "none",
         "ds4d.recompute is none",
     ),
+    "compile": (_never, "ds4d does not compile the model"),
     "aio": (_never, "nothing is offloaded to NVMe"),
     "steps_per_print": (_never, "ds4d prints every step"),
     "dataloader_drop_last": (_never, "ds4d feeds the data itself"),

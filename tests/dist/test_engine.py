@@ -201,6 +201,43 @@ def test_optimizer_offload_changes_nothing():
         assert [r.grad_norm for r in results] == pytest.approx(reference.grad_norms, rel=1e-5)
 
 
+# What DeepSpeed may be told about how to communicate and lay out memory: no number may change.
+HOW_NOT_WHAT = [
+    (0, {"prescale_gradients": True}),
+    (0, {"gradient_predivide_factor": 4.0}),
+    (1, {"prescale_gradients": True, "zero_optimization": {"reduce_scatter": False}}),
+    (1, {"zero_optimization": {"overlap_comm": True, "contiguous_gradients": False}}),
+    (1, {"zero_optimization": {"round_robin_gradients": True, "parameter_alignment": True}}),
+    (2, {"zero_optimization": {"overlap_comm": True, "use_multi_rank_bucket_allreduce": False}}),
+    (2, {"zero_optimization": {"round_robin_gradients": True, "parameter_alignment": True}}),
+    (2, {"zero_optimization": {"allgather_partitions": False, "allgather_bucket_size": 1000}}),
+    (2, {"zero_optimization": {"reduce_bucket_size": 1000, "ignore_unused_parameters": False}}),
+    (3, {"zero_optimization": {"memory_efficient_linear": False, "sub_group_size": 3000}}),
+    (3, {"zero_optimization": {"stage3_use_all_reduce_for_fetch_params": True}}),
+    (3, {"zero_optimization": {"zero_hpz_partition_size": 2, "overlap_comm": True}}),
+    (3, {"zero_optimization": {"leaf_module": {"classes": ["LlamaMLP"]}}}),
+    (3, {"flops_profiler": {"enabled": True, "profile_step": 2}, "wall_clock_breakdown": True}),
+]
+
+
+def test_how_deepspeed_communicates_changes_no_number():
+    reference = plain_adamw()
+    runs = []
+    for stage, keys in HOW_NOT_WHAT:
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        zero |= keys.get("zero_optimization", {})
+        runs.append(make_run(stage=stage, dp=4, micro=1, **{**keys, "zero_optimization": zero}))
+    ranks = run_distributed(train, 4, runs=runs, batches=global_batches())
+    for index, case in enumerate(HOW_NOT_WHAT):
+        results = ranks[0][index][0]
+        assert [r.loss for r in results] == pytest.approx(reference.losses, rel=1e-5), case
+        norms = [r.grad_norm for r in results]
+        assert norms == pytest.approx(reference.grad_norms, rel=1e-5), case
+        state = assemble([rank[index][1] for rank in ranks])
+        for name, expected in reference.weights.items():
+            assert relative(state[f"weight/{name}"], expected) < 1e-5, (case, name)
+
+
 def train_with_a_bad_step(runs, batches):
     """In step 2, rank 1's logits are infinite: (results, weights moved in step 2, first bad)."""
     import torch.distributed as dist

@@ -279,7 +279,7 @@ WRONG = {
         dict(
             zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
         ),
-        {"zero_optimization.offload_optimizer.ratio": "0.5: below 1 needs"},
+        {"zero_optimization.offload_optimizer.ratio": "0.5: below 1 needs DeepSpeed's CPU Adam"},
     ),
     "prescaling under ZeRO-2": (
         dict(zero_optimization={"stage": 2}, prescale_gradients=True),
