@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ds4d import __version__
-from ds4d.launch.worker import add_run_arguments
+from ds4d.launch.worker import add_run_arguments, add_set
 
 EXIT_CODES = "exit codes: 0 done, 2 wrong input, 1 failure"
 
@@ -143,7 +143,7 @@ def _add_check(commands: Any) -> None:
         "--world-size", metavar="N", type=_positive,
         help="ranks in all (default: what the file's own degrees need)",
     )  # fmt: skip
-    parser.add_argument("--set", dest="overrides", metavar="KEY=VALUE", action="append", default=[])
+    add_set(parser)
     _add_json(parser)
 
 
@@ -219,7 +219,7 @@ def _add_generate(commands: Any) -> None:
         help="draw from the likeliest tokens that together have this probability (default: 1)",
     )  # fmt: skip
     parser.add_argument("--seed", metavar="N", type=int, default=0)
-    parser.add_argument("--device", default=None, help="default: cuda where there is one, else cpu")
+    _add_device(parser)
     _add_json(parser)
 
 
@@ -260,8 +260,8 @@ def _add_eval(commands: Any) -> None:
     parser.add_argument(
         "--source", metavar="JSON", type=_source, help="evaluate on this instead of ds4d.data.eval"
     )
-    parser.add_argument("--set", dest="overrides", metavar="KEY=VALUE", action="append", default=[])
-    parser.add_argument("--device", default=None, help="default: cuda where there is one, else cpu")
+    add_set(parser)
+    _add_device(parser)
     _add_json(parser)
 
 
@@ -292,6 +292,10 @@ def _eval(args: argparse.Namespace) -> None:
         print(json.dumps(found, indent=2))
     else:
         print("  ".join(f"{name} {value:,.6g}" for name, value in found.items()))
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
 
 
 def _default_device() -> str:

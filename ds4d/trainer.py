@@ -332,17 +332,17 @@ class Trainer:
 
     def make_monitor(self) -> Monitor:
         """For the steps that are left."""
-        device = self.engine.device
+        device, is_speaker = self.engine.device, self.mesh.rank == 0
         peak = self.run.monitor.peak_tflops
         if peak is None and device.type == "cuda":
             peak = peak_tflops(torch.cuda.get_device_name(device))
         return Monitor(
             self.output,
-            is_speaker=self.mesh.rank == 0,
+            is_speaker=is_speaker,
             total_steps=self.total_steps,
             start=self.progress.step,
             num_devices=self.run.parallel.world_size,
-            flops_per_step=self._flops_per_step(),
+            flops_per_step=self._flops_per_step() if is_speaker else None,
             peak_tflops=peak,
             plot=self.run.monitor.plot,
             deepspeed=self.engine.monitor,

@@ -12,6 +12,8 @@ from typing import Any
 
 import xxhash
 
+from ds4d.durable import flush
+
 TRASH = ".tmp-"  # a name that starts so may be deleted by whoever finds it
 READ_BYTES = 1 << 24
 
@@ -86,7 +88,7 @@ def replace_text(path: Path, text: str) -> None:
     temp = temp_beside(path)
     write_bytes(temp, text.encode())
     os.replace(temp, path)
-    sync_folder(path.parent)
+    flush(path.parent)
 
 
 def checksum(path: Path) -> str:
@@ -96,15 +98,6 @@ def checksum(path: Path) -> str:
         while block := file.read(READ_BYTES):
             digest.update(block)
     return digest.hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable (fsync of a file does not)."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def temp_beside(path: Path) -> Path:

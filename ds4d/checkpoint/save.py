@@ -34,7 +34,6 @@ from ds4d.checkpoint.files import (
     FileRecord,
     discard,
     replace_text,
-    sync_folder,
     temp_beside,
     write_bytes,
 )
@@ -54,6 +53,7 @@ from ds4d.checkpoint.folder import (
 from ds4d.checkpoint.logical import LogicalTensor
 from ds4d.checkpoint.planners import PieceSavePlanner
 from ds4d.checkpoint.storage import SafetensorsWriter
+from ds4d.durable import flush
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 PACKAGES = ("ds4d", "torch", "deepspeed", "transformers")
@@ -154,7 +154,7 @@ def _publish(temp: Path, final: Path, manifest: Manifest) -> None:
     """Give the temporary folder its manifest and its final name."""
     replace(manifest, generation=_last_generation(final.parent.parent) + 1).write(temp)
     complete_manifest(temp)
-    sync_folder(temp)
+    flush(temp)
     aside = final.with_name(SET_ASIDE + final.name)
     if final.exists():
         os.rename(final, aside)
@@ -164,7 +164,7 @@ def _publish(temp: Path, final: Path, manifest: Manifest) -> None:
         if aside.exists():
             os.rename(aside, final)
         raise
-    sync_folder(final.parent)
+    flush(final.parent)
 
 
 def _last_generation(root: Path) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from ds4d.config.autos import AUTO_BUCKETS
 from ds4d.config.draft import AUTO, Draft
 from ds4d.config.errors import Problem, show
@@ -115,6 +117,19 @@ def settings_can_be_honoured(draft: Draft) -> Problems:
             yield Problem(key, f"{show(value)}: {why}; leave it out")
     if draft.given(f"{ZERO}.zenflow") is not None:
         yield Problem(f"{ZERO}.zenflow", f"{CPU_ADAM}; leave it out")
+
+
+# DeepSpeed's writers: block -> the package that it imports when training starts
+WRITERS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+
+
+@rule(*WRITERS)
+def writers_are_installed(draft: Draft) -> Problems:
+    for block, package in WRITERS.items():
+        if draft.get(f"{block}.enabled") and find_spec(package) is None:
+            yield Problem(
+                f"{block}.enabled", f"true, and {package} is not installed: pip install {package}"
+            )
 
 
 @rule("bf16", "zero_optimization.stage")

@@ -20,6 +20,7 @@ from typing import Any, Callable, Iterator
 from filelock import FileLock, Timeout
 
 from ds4d.data.errors import CacheError, DataError
+from ds4d.durable import flush
 
 PATIENCE_SECONDS = 5.0  # how long to wait for a lock before saying so
 POLL_SECONDS = 0.1
@@ -76,9 +77,9 @@ class Cache:
             making.mkdir()
             make(making)
             for path in [*making.iterdir(), making]:
-                _flush(path)
+                flush(path)
             making.rename(folder)
-            _flush(self.root)
+            flush(self.root)
         except OSError as error:
             free = shutil.disk_usage(self.root).free
             raise CacheError(
@@ -126,11 +127,3 @@ def write_json(path: Path, value: Any) -> None:
         fresh.replace(path)
     except OSError as error:
         raise CacheError(f"ds4d.data.cache_dir: cannot write {path}: {error.strerror}") from None
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

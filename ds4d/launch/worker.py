@@ -17,10 +17,7 @@ from typing import NoReturn
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that say what to train; ``ds4d train`` has the same."""
     parser.add_argument("config", metavar="CONFIG", type=Path, help="the JSON file of the run")
-    parser.add_argument(
-        "--set", dest="overrides", metavar="KEY=VALUE", action="append", default=[],
-        help="replace a value of the file, as in --set ds4d.training.steps=100; may be repeated",
-    )  # fmt: skip
+    add_set(parser)
     parser.add_argument(
         "--output", metavar="DIR", type=Path,
         help="the run folder: metrics, checkpoints, logs (default: runs/NAME-OF-CONFIG)",
@@ -29,6 +26,14 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume", metavar="auto|latest|PATH",
         help="continue from the run folder's newest complete checkpoint, if there is one (auto), "
         "or else fail (latest), or from the checkpoint at PATH",
+    )  # fmt: skip
+
+
+def add_set(parser: argparse.ArgumentParser) -> None:
+    """``--set``, the same for every command that reads a file."""
+    parser.add_argument(
+        "--set", dest="overrides", metavar="KEY=VALUE", action="append", default=[],
+        help="replace a value of the file, as in --set ds4d.training.steps=100; may be repeated",
     )  # fmt: skip
 
 

@@ -251,6 +251,10 @@ WRONG = {
         dict(zero_optimization={"stage": 2, "offload_param": {"device": "cpu"}}),
         {"zero_optimization.offload_param": "needs zero_optimization.stage 3, has 2"},
     ),
+    "a writer that is not installed": (
+        dict(comet={"enabled": True}),
+        {"comet.enabled": "comet_ml is not installed: pip install comet_ml"},
+    ),
     "offload to NVMe": (
         dict(zero_optimization={"stage": 3, "offload_optimizer": {"device": "nvme"}}),
         {"zero_optimization.offload_optimizer.device": '"nvme": ds4d\'s checkpoints read'},
