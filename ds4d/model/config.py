@@ -89,6 +89,9 @@ def why_not_trainable(config: PreTrainedConfig) -> str | None:
         return f"{config.model_type} is not causal: it sees later tokens"
     if getattr(config, "output_router_logits", False):
         return "output_router_logits: the router's own loss is not added yet; set it to false"
+    for name in ("layerdrop", "decoder_layerdrop"):
+        if getattr(config, name, 0):
+            return f"{name}: ranks would leave out different layers and wait for each other; set 0"
     heads = getattr(config, "num_attention_heads", None)
     kv_heads = getattr(config, "num_key_value_heads", None)
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:

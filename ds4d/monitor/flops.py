@@ -108,7 +108,9 @@ def _visited(shape: tuple[int, ...], config: PretrainedConfig) -> float:
 def _attention_pair(config: PretrainedConfig) -> float:
     """Forward FLOPs of one query-key pair: a product with the key and one with the value, per
     head. Grouped keys and values are shared, not saved: their number does not matter."""
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 0)
+    if not heads:  # a state-space model: all its work is in products with weights
+        return 0.0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     key_dim = getattr(config, "qk_head_dim", None) or head_dim
     value_dim = getattr(config, "v_head_dim", None) or head_dim

@@ -301,6 +301,27 @@ def test_a_global_batch_without_a_target_is_refused(tmp_path):
     assert [row["tokens"] for row in rows] == [2, 6]
 
 
+SIZES = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+OTHERS = {
+    "tied": TINY_LLAMA | {"tie_word_embeddings": True},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4} | SIZES | HEADS,
+    "gemma2": {"model_type": "gemma2", "head_dim": 8, "sliding_window": 16} | SIZES | HEADS,
+    "mamba": {"model_type": "mamba", "state_size": 8} | SIZES,
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_have_one_curve_too(corpus, tmp_path, family):
+    """Tied weights, experts that see uneven tokens on each rank, windows, no attention at all."""
+    how = {"model": OTHERS[family], "training": {"steps": 3, "eval_every": 3}}
+    alone = curve(run(1, config(corpus, micro=4, stage=0, **how), tmp_path / "1"))
+    file = config(corpus, stage=3, recompute="none" if family == "mamba" else "full", **how)
+    file["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    for row, expected in zip(curve(run(2, file, tmp_path / "2")), alone, strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
+
+
 TINY_BLOOM = {"model_type": "bloom", "vocab_size": 101, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 
 

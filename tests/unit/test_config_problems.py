@@ -267,6 +267,10 @@ WRONG = {
         dict(ds4d__model__config__num_key_value_heads=3),
         {"ds4d.model.config": "num_attention_heads 4 is not a multiple of num_key_value_heads 3"},
     ),
+    "layers that each rank would leave out for itself": (
+        dict(ds4d__model__config={"model_type": "opt", "layerdrop": 0.1}),
+        {"ds4d.model.config": "layerdrop: ranks would leave out different layers"},
+    ),
     "a router loss that would be left out": (
         dict(ds4d__model__config={"model_type": "mixtral", "output_router_logits": True}),
         {"ds4d.model.config": "output_router_logits: the router's own loss is not added yet"},
