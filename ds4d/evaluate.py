@@ -84,7 +84,7 @@ def evaluate(
     """
     model, tokenizer = load_model(path, device=device)
     run = _run_for(path, config, source, overrides, Path(tokenizer.name_or_path))
-    store = prepare(run, progress=progress).train
+    store = prepare(run, sources=("eval",), progress=progress).eval
     micro = run.batch.micro
 
     @torch.no_grad()
@@ -105,16 +105,14 @@ def _run_for(
     overrides: Sequence[str],
     tokenizer: Path,
 ) -> RunConfig:
-    """The run that holds the set as its training data, with the model's own tokenizer."""
+    """The run that has the set as ``ds4d.data.eval``, with the model's own tokenizer."""
     given: Path | dict[str, Any] = config or _trained_with(path) or _bare(path)
     extra = [f"ds4d.data.eval={json.dumps(source)}"] if source is not None else []
     run = load(given, overrides=[*overrides, *extra])
     if run.data.eval is None:
         raise ConfigError([Problem("ds4d.data.eval", NO_DATA)], name=str(config or path))
-    data = dataclasses.replace(
-        run.data, train=run.data.eval, eval=None, tokenizer=TokenizerConfig(path=str(tokenizer))
-    )
-    return run.replace(data=data, batch=dataclasses.replace(run.batch, train=1))
+    data = dataclasses.replace(run.data, tokenizer=TokenizerConfig(path=str(tokenizer)))
+    return run.replace(data=data)
 
 
 def _trained_with(path: Path) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 from transformers import PreTrainedTokenizerFast
 
@@ -31,23 +31,31 @@ FORMAT = 1  # of a store and of what is in it: a change here makes all stores an
 @dataclass(frozen=True)
 class PreparedData:
     """Attributes:
+    train, eval: None where the run has no such source or it was not asked for.
     tokenizer: None where all samples are token ids and the model brings no tokenizer.
     vocab_size: rows of the model's embedding table; every id is below it.
     report: by ``"train"`` and ``"eval"``: the counts of ``build.py`` and ``store.py``, and the
         cache key, which is equal on all hosts exactly when their data are.
     """
 
-    train: SampleStore
+    train: SampleStore | None
     eval: SampleStore | None
     tokenizer: PreTrainedTokenizerFast | None
     vocab_size: int
     report: dict[str, Any]
 
 
-def prepare(run: RunConfig, *, local_rank: int = 0, progress: bool = True) -> PreparedData:
+def prepare(
+    run: RunConfig,
+    *,
+    sources: Sequence[str] = ("train", "eval"),
+    local_rank: int = 0,
+    progress: bool = True,
+) -> PreparedData:
     """Tokenise and pack the run's data, or find that done.
 
     Args:
+        sources: of ``ds4d.data``, which to prepare. A tokenizer is trained on the first.
         local_rank: rank 0 of each host says what was prepared.
         progress: False: say nothing.
 
@@ -57,14 +65,14 @@ def prepare(run: RunConfig, *, local_rank: int = 0, progress: bool = True) -> Pr
     say = screen.say if progress and local_rank == 0 else lambda _text: None
     data = run.data
     cache = Cache(data.cache_dir, say=say)
-    configs = {"train": data.train} | ({"eval": data.eval} if data.eval else {})
+    configs = {name: getattr(data, name) for name in sources if getattr(data, name)}
     corpora = {
         name: Corpus.open(f"ds4d.data.{name}", config, cache) for name, config in configs.items()
     }
     tokenizer = get_tokenizer(
         data.tokenizer,
         run.model,
-        corpora["train"],
+        next(iter(corpora.values())),
         cache,
         needed=any(config.type != "tokens" for config in configs.values()),
         show=progress,
@@ -80,8 +88,9 @@ def prepare(run: RunConfig, *, local_rank: int = 0, progress: bool = True) -> Pr
         stores[name] = SampleStore(cache.entry(f"samples-{key}", build))
         report[name] = {**stores[name].report, "key": key, "seq_len": data.seq_len}
         say(describe(name, report[name]))
-    check_enough(stores["train"], run.batch)
-    return PreparedData(stores["train"], stores.get("eval"), tokenizer, size, report)
+    if "train" in stores:
+        check_enough(stores["train"], run.batch)
+    return PreparedData(stores.get("train"), stores.get("eval"), tokenizer, size, report)
 
 
 def check_enough(store: SampleStore, batch: BatchSizes) -> None:
