@@ -1,0 +1,262 @@
+"""Collectives over one group: plain, and as autograd knows them; they count their bytes when asked.
+
+Letters: t ranks of the group, B sequences, s tokens of this rank's shard, S = t * s, E hidden size.
+
+Each function takes the group that has to call it. On a group of one rank it communicates nothing
+and copies nothing. The plain ones can be begun early and waited for late (``Pending``). The pairs
+that autograd knows are those of Megatron-LM (formulas.md 3, "Mappings"):
+
+    name              forward           backward
+    ``reduce``        sum               as it is
+    ``scatter_sum``   sum, keep shard   gather
+    ``gather_last``   gather columns    sum, keep own columns
+    ``split_last``    own columns       zeros elsewhere
+
+The last two, and whatever stands between the entry and the exit of a block (``blocks.py``), have
+*partial* gradients: what a rank holds has still to be summed over the group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+# their names before torch 2.13
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@dataclass
+class Traffic:
+    """What this rank sent, in bytes, were each collective a ring (formulas.md 2.4).
+
+    Attributes:
+        sent: bytes by (purpose, collective).
+        calls: collectives by (purpose, collective).
+    """
+
+    sent: Counter = field(default_factory=Counter)
+    calls: Counter = field(default_factory=Counter)
+
+    def of(self, purpose: str) -> int:
+        """Bytes sent for one purpose."""
+        return sum(count for (what, _), count in self.sent.items() if what == purpose)
+
+
+_counting: list[Traffic] = []
+
+
+@contextmanager
+def count_traffic() -> Iterator[Traffic]:
+    """Count what is sent from here on. Nested counters all count."""
+    traffic = Traffic()
+    _counting.append(traffic)
+    try:
+        yield traffic
+    finally:
+        _counting.remove(traffic)
+
+
+# collective -> how often a ring sends (t - 1) / t of the full tensor
+_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+
+
+def _count(collective: str, full: Tensor, group: dist.ProcessGroup, purpose: str) -> None:
+    size = group.size()
+    for traffic in _counting:
+        traffic.calls[purpose, collective] += 1
+        traffic.sent[purpose, collective] += _PASSES[collective] * full.nbytes * (size - 1) // size
+
+
+class Pending:
+    """A result under way. ``wait()`` once; on a GPU it stops the stream, not the program."""
+
+    def __init__(self, result: Tensor, work: dist.Work | None, shape: tuple[int, ...]) -> None:
+        self._result, self._work, self._shape = result, work, shape
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+        return self._result.view(self._shape)
+
+
+# -- plain ----------------------------------------------------------------------------------------
+
+
+def begin_all_reduce(
+    x: Tensor, group: dist.ProcessGroup, *, purpose: str, op=dist.ReduceOp.SUM
+) -> Pending:
+    """Sum (or ``op``) in place. ``x`` must not be touched until it is waited for."""
+    work = None
+    if group.size() > 1:
+        work = dist.all_reduce(x, op, group=group, async_op=True)
+        _count("all_reduce", x, group, purpose)
+    return Pending(x, work, x.shape)
+
+
+def all_reduce(
+    x: Tensor, group: dist.ProcessGroup, *, purpose: str, op=dist.ReduceOp.SUM
+) -> Tensor:
+    """Sum (or ``op``) in place; returns ``x``."""
+    if group.size() > 1:
+        dist.all_reduce(x, op, group=group)
+        _count("all_reduce", x, group, purpose)
+    return x
+
+
+def begin_gather(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> "PendingSequence":
+    """[B, s, E] -> [B, S, E], along dim 1."""
+    size, (batch, length, *rest) = group.size(), x.shape
+    if size == 1:
+        return PendingSequence(x, None, None)
+    x = x.contiguous()
+    out = x.new_empty(size * batch, length, *rest)  # [t B, s, E]
+    work = _all_gather(out, x, group=group, async_op=True)
+    _count("all_gather", out, group, purpose)
+    return PendingSequence(out, work, (size, batch, length, *rest))
+
+
+class PendingSequence:
+    """A gathered sequence under way: the ranks' shards one after the other in memory."""
+
+    def __init__(self, out: Tensor, work: dist.Work | None, shape: tuple[int, ...] | None) -> None:
+        self._out, self._work, self._shape = out, work, shape
+
+    def wait(self) -> Tensor:
+        if self._shape is None:
+            return self._out
+        self._work.wait()
+        size, batch, length, *rest = self._shape
+        # [t, B, s, E] -> [B, t, s, E] -> [B, S, E]; a copy only where B > 1
+        by_row = self._out.view(self._shape).transpose(0, 1)
+        return by_row.reshape(batch, size * length, *rest)
+
+
+def begin_reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Pending:
+    """[B, S, E] -> [B, s, E]: this rank's stretch of dim 1 of the sum."""
+    size, (batch, length, *rest) = group.size(), x.shape
+    if size == 1:
+        return Pending(x, None, x.shape)
+    part = length // size
+    # [B, S, E] -> [B, t, s, E] -> [t B, s, E]; a copy only where B > 1
+    by_rank = x.reshape(batch, size, part, *rest).transpose(0, 1).reshape(-1, part, *rest)
+    by_rank = by_rank.contiguous()
+    out = x.new_empty(batch, part, *rest)
+    work = _reduce_scatter(out, by_rank, group=group, async_op=True)
+    _count("reduce_scatter", by_rank, group, purpose)
+    return Pending(out, work, out.shape)
+
+
+def gather_sequence(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Tensor:
+    """[B, s, E] -> [B, S, E], along dim 1."""
+    return begin_gather(x, group, purpose=purpose).wait()
+
+
+def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Tensor:
+    """[B, S, E] -> [B, s, E]: this rank's stretch of dim 1 of the sum."""
+    return begin_reduce_scatter(x, group, purpose=purpose).wait()
+
+
+# What selective recomputation keeps (``model/build.py``) it knows by operator: so the two exits of
+# a block are operators, and a recomputed forward pass does not communicate again.
+
+_library = torch.library.Library("ds4d", "DEF")
+_library.define("all_reduce(Tensor x, str group, str purpose) -> Tensor")
+_library.define("reduce_scatter(Tensor x, str group, str purpose) -> Tensor")
+_library.impl(
+    "all_reduce",
+    lambda x, group, purpose: all_reduce(
+        x.clone(), _resolve_process_group(group), purpose=purpose
+    ),
+    "CompositeExplicitAutograd",
+)
+_library.impl(
+    "reduce_scatter",
+    lambda x, group, purpose: reduce_scatter_sequence(
+        x, _resolve_process_group(group), purpose=purpose
+    ),
+    "CompositeExplicitAutograd",
+)
+
+
+# -- as autograd knows them -----------------------------------------------------------------------
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup, purpose: str, kept: bool) -> Tensor:
+        if kept:
+            return torch.ops.ds4d.all_reduce(x, group.group_name, purpose)
+        ctx.mark_dirty(x)
+        return all_reduce(x, group, purpose=purpose)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None, None, None
+
+
+def reduce(x: Tensor, group: dist.ProcessGroup, *, purpose: str, kept: bool = False) -> Tensor:
+    """Sum over the group; the gradient, complete on every rank, passes as it is.
+
+    Args:
+        x: taken over: it must be nobody's but the caller's (or ``kept``).
+        kept: selective recomputation keeps the result.
+    """
+    return x if group.size() == 1 else _Reduce.apply(x, group, purpose, kept)
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup, purpose: str, kept: bool) -> Tensor:
+        ctx.group, ctx.purpose = group, purpose
+        if kept:
+            return torch.ops.ds4d.reduce_scatter(x, group.group_name, purpose)
+        return reduce_scatter_sequence(x, group, purpose=purpose)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return gather_sequence(grad, ctx.group, purpose=ctx.purpose), None, None, None
+
+
+def scatter_sum(x: Tensor, group: dist.ProcessGroup, *, purpose: str, kept: bool = False) -> Tensor:
+    """[B, S, E] -> [B, s, E]: sum over the group, keep this rank's stretch of the sequence."""
+    return x if group.size() == 1 else _ScatterSum.apply(x, group, purpose, kept)
+
+
+class _GatherLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup, purpose: str) -> Tensor:
+        ctx.group, ctx.purpose = group, purpose
+        gathered = gather_sequence(_last_to_second(x), group, purpose=purpose)
+        return _second_to_last(gathered, x.shape)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        shard = reduce_scatter_sequence(_last_to_second(grad), ctx.group, purpose=ctx.purpose)
+        return _second_to_last(shard, grad.shape), None, None
+
+
+def _last_to_second(x: Tensor) -> Tensor:
+    return x.reshape(1, -1, x.shape[-1]).mT  # [..., C] -> [1, C, ...]
+
+
+def _second_to_last(x: Tensor, shape: torch.Size) -> Tensor:
+    return x.mT.reshape(*shape[:-1], -1)
+
+
+def gather_last(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Tensor:
+    """[..., C] -> [..., t * C]; partial gradients are summed."""
+    return x if group.size() == 1 else _GatherLast.apply(x, group, purpose)
+
+
+def split_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[..., t * C] -> [..., C]: this rank's columns; the gradient of the others is zero here."""
+    size = x.shape[-1] // group.size()
+    return x.narrow(-1, group.rank() * size, size)
