@@ -11,8 +11,9 @@ that autograd knows are those of Megatron-LM (formulas.md 3, "Mappings"):
     ``scatter_sum``   sum, keep shard   gather
     ``gather_last``   gather columns    sum, keep own columns
     ``split_last``    own columns       zeros elsewhere
+    ``sum_both_ways`` sum               sum
 
-The last two, and whatever stands between the entry and the exit of a block (``blocks.py``), have
+The last three, and whatever stands between the entry and the exit of a block (``blocks.py``), have
 *partial* gradients: what a rank holds has still to be summed over the group.
 """
 
@@ -234,21 +235,22 @@ class _GatherLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup, purpose: str) -> Tensor:
         ctx.group, ctx.purpose = group, purpose
-        gathered = gather_sequence(_last_to_second(x), group, purpose=purpose)
-        return _second_to_last(gathered, x.shape)
+        size, rows = group.size(), x.reshape(-1, x.shape[-1]).contiguous()
+        out = rows.new_empty(size * rows.shape[0], rows.shape[1])  # [t N, C]
+        _all_gather(out, rows, group=group)
+        _count("all_gather", out, group, purpose)
+        # [t, N, C] -> [N, t, C] -> [..., t * C]
+        return out.view(size, *rows.shape).transpose(0, 1).reshape(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        shard = reduce_scatter_sequence(_last_to_second(grad), ctx.group, purpose=ctx.purpose)
-        return _second_to_last(shard, grad.shape), None, None
-
-
-def _last_to_second(x: Tensor) -> Tensor:
-    return x.reshape(1, -1, x.shape[-1]).mT  # [..., C] -> [1, C, ...]
-
-
-def _second_to_last(x: Tensor, shape: torch.Size) -> Tensor:
-    return x.mT.reshape(*shape[:-1], -1)
+        size, columns = ctx.group.size(), grad.shape[-1] // ctx.group.size()
+        # [..., t * C] -> [t, N, C]
+        by_rank = grad.reshape(-1, size, columns).transpose(0, 1).contiguous()
+        out = by_rank.new_empty(by_rank.shape[1:])
+        _reduce_scatter(out, by_rank.flatten(0, 1), group=ctx.group)
+        _count("reduce_scatter", by_rank, ctx.group, ctx.purpose)
+        return out.view(*grad.shape[:-1], columns), None, None
 
 
 def gather_last(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Tensor:
@@ -260,3 +262,19 @@ def split_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[..., t * C] -> [..., C]: this rank's columns; the gradient of the others is zero here."""
     size = x.shape[-1] // group.size()
     return x.narrow(-1, group.rank() * size, size)
+
+
+class _SumBothWays(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup, purpose: str) -> Tensor:
+        ctx.group, ctx.purpose = group, purpose
+        return all_reduce(x.clone(), group, purpose=purpose)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return all_reduce(grad.clone(), ctx.group, purpose=ctx.purpose), None, None
+
+
+def sum_both_ways(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Tensor:
+    """Sum over the group, where each rank goes on to compute a part with it."""
+    return x if group.size() == 1 else _SumBothWays.apply(x, group, purpose)

@@ -18,6 +18,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 
+def rows_together(x: torch.Tensor) -> torch.Tensor:
+    """With the numbers of the last dim beside each other in memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 class Way(Protocol):
     def forward(self, query, key, value, bias) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns: out [B, q, H, D], lse fp32 [B, q, H]."""
@@ -46,6 +51,7 @@ class Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out):
         query, key, value, sinks, bias, out, lse = ctx.saved_tensors
+        grad_out = rows_together(grad_out)
         dq, dk, dv, dbias = ctx.way.backward(grad_out, query, key, value, bias, out, lse)
         dsinks = None
         if sinks is not None:

@@ -13,6 +13,8 @@ from ds4d.attention.documents import Documents
 from ds4d.attention.kernels import Call, attend
 from ds4d.attention.mask import LazyMask
 from ds4d.attention.visible import Visible, cut_mask
+from ds4d.tensor_parallel.dropout import own_dropout
+from ds4d.tensor_parallel.state import TensorParallel
 
 
 def attention(
@@ -54,6 +56,7 @@ def attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    tp = getattr(module, "ds4d_tp", None)
     num_queries, num_keys = lengths = query.shape[2], key.shape[2]
     if documents is not None:
         _check_documents(documents, query.shape[0], *lengths)
@@ -62,6 +65,8 @@ def attention(
         visible = _unmasked(*lengths, is_causal, sliding_window, documents)
     elif isinstance(attention_mask, LazyMask) and attention_mask.shape[2:] == lengths:
         visible = attention_mask.visible(documents)
+    elif isinstance(attention_mask, LazyMask) and _is_of_a_shard(tp, attention_mask, lengths):
+        visible = attention_mask.of_whole_sequence(lengths).visible(documents)
     else:
         visible = _given(attention_mask, *lengths, documents)
     if visible.causal:  # a static cache holds keys that are not there yet
@@ -77,7 +82,15 @@ def attention(
         sinks=s_aux if sinks is None else sinks[..., 0].transpose(1, 2),
         bias=None if position_bias is None else position_bias[..., :num_keys],
     )
-    return attend(call), None
+    with own_dropout(tp if dropout else None):
+        return attend(call), None
+
+
+def _is_of_a_shard(tp: TensorParallel | None, mask: LazyMask, lengths: tuple[int, int]) -> bool:
+    """transformers made the mask from a residual stream that is cut along the sequence."""
+    if tp is None or not tp.scattered:
+        return False
+    return tuple(length * tp.size for length in mask.shape[2:]) == lengths
 
 
 def _check_documents(documents: Documents, batch: int, num_queries: int, num_keys: int) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ds4d.attention.blockwise import CpuFlash, PlainBlocks
-from ds4d.attention.flash import Attend, CudaFlash
+from ds4d.attention.flash import Attend, CudaFlash, rows_together
 from ds4d.attention.visible import Visible
 
 # A mask with at most this many numbers is made whole and given to torch's own attention.
@@ -168,7 +168,10 @@ def _fits_cpu_flash(call: Call) -> bool:
 
 def _run(make: type) -> Callable[[Call], torch.Tensor]:
     def run(call: Call) -> torch.Tensor:
-        return Attend.apply(call.query, call.key, call.value, call.sinks, call.bias, make(call))
+        # the operators take it for granted that a head's numbers are neighbours, unasked
+        query, key, value = (rows_together(x) for x in (call.query, call.key, call.value))
+        call = replace(call, query=query, key=key, value=value)
+        return Attend.apply(query, key, value, call.sinks, call.bias, make(call))
 
     return run
 

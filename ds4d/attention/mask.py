@@ -63,6 +63,20 @@ class LazyMask:
         self.use_vmap = use_vmap
         self.device = torch.device(device)
         self._visible: tuple[Documents | None, Visible] | None = None
+        self._whole: LazyMask | None = None
+
+    def of_whole_sequence(self, lengths: tuple[int, int]) -> "LazyMask":
+        """The same mask for (q, k) queries and keys, when it was made for fewer. Made once."""
+        if self._whole is None:
+            whole = LazyMask(
+                self.function,
+                (*self.shape[:2], *lengths),
+                use_vmap=self.use_vmap,
+                device=self.device,
+            )
+            assert self.padding is None and not self.q_offset, "a shard with padding or a cache"
+            self._whole = whole
+        return self._whole
 
     def block(
         self, rows: tuple[int, int], queries: tuple[int, int], keys: tuple[int, int]

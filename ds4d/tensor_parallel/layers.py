@@ -1,0 +1,163 @@
+"""Linear layers that hold one tp rank's part of a weight, in the place of Hugging Face's.
+
+Letters: t ranks, B sequences, S tokens, I and O input and output features of the whole layer.
+
+They stand inside blocks: see ``blocks.py`` for what is whole, what is partial, and where it is
+summed. Weights keep Hugging Face's names and layout ([O, I], or [I, O] for GPT-2's Conv1D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ds4d import comm
+from ds4d.tensor_parallel.blocks import PURPOSE, Entry, enter
+from ds4d.tensor_parallel.state import TensorParallel
+
+
+class _ColumnProduct(torch.autograd.Function):
+    """x W^T + b behind an entry: keeps what the entry says, adds the input's gradient to it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, entry: Entry, kept: Tensor | None):
+        ctx.entry = entry
+        entry.consumers += 1
+        ctx.save_for_backward(x if kept is None else kept, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        entry = ctx.entry
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if needs_weight and entry.keeps_shard:
+            entry.begin_gather(x)
+        grad = grad.reshape(-1, grad.shape[-1])  # [B * S, O / t]
+        if needs_x:
+            entry.add(grad, weight)
+        entry.leave()  # from here on the sum over the ranks may be under way
+        grad_weight = grad_bias = None
+        if needs_weight:
+            x = entry.gathered() if entry.keeps_shard else x
+            grad_weight = grad.T @ x.reshape(-1, x.shape[-1])
+        if needs_bias:
+            grad_bias = grad.sum(0)
+        return None, grad_weight, grad_bias, None, None
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    entry = getattr(x, "ds4d_entry", None)
+    if entry is None or torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, weight, bias)
+    return _ColumnProduct.apply(x, weight, bias, entry, x.ds4d_kept)
+
+
+class ParallelLinear(nn.Module):
+    """What both kinds share.
+
+    Args:
+        like: the layer on meta whose place this takes.
+        transposed: the weight is [I, O].
+    """
+
+    def __init__(self, like: nn.Module, tp: TensorParallel, *, transposed: bool) -> None:
+        super().__init__()
+        self.tp = tp
+        self.transposed = transposed
+        self.register_parameter("weight", like.weight)
+        self.register_parameter("bias", like.bias)
+        self.train(like.training)
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as [O, I]."""
+        return self.weight.T if self.transposed else self.weight
+
+    @property
+    def out_features(self) -> int:
+        return self.matrix.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.matrix.shape[1]
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features} on each of {self.tp.size} ranks"
+
+
+class ColumnLinear(ParallelLinear):
+    """[B, S, I] -> [B, S, O / t]: this rank's output features.
+
+    Args:
+        enters: it is a block of its own, and its input what stands outside of blocks.
+        arrange: of the output features (``arrange.py``).
+    """
+
+    def __init__(
+        self,
+        like: nn.Module,
+        tp: TensorParallel,
+        *,
+        transposed: bool = False,
+        enters: bool = False,
+        arrange: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__(like, tp, transposed=transposed)
+        self.enters = enters
+        self.arrange = arrange
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.enters:
+            x = enter(x, self.tp, early=True)
+        y = _product(x, self.matrix, self.bias)
+        return y if self.arrange is None else self.arrange(y)
+
+
+class RowLinear(ParallelLinear):
+    """[B, S, I / t] -> [B, S, O], summed over the ranks; scattered: [B, S / t, O].
+
+    Args:
+        exits: the sum is taken here; else at the end of the block, which is then told so.
+        splits: the input is whole, [B, S, I]; this rank's features are taken.
+        real: input features that are not padding.
+    """
+
+    def __init__(
+        self,
+        like: nn.Module,
+        tp: TensorParallel,
+        *,
+        transposed: bool = False,
+        exits: bool = True,
+        splits: bool = False,
+        real: int | None = None,
+    ) -> None:
+        super().__init__(like, tp, transposed=transposed)
+        self.exits = exits
+        self.splits = splits
+        self.real = real
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.splits:
+            x = comm.split_last(x, self.tp.group)
+        weight = self.matrix
+        if self.real is not None:  # padding neither adds nor learns
+            x, weight = x[..., : self.real], weight[:, : self.real]
+        y = F.linear(x, weight)
+        if not self.exits:
+            return y if self.bias is None else y + self.bias / self.tp.size
+        y = leave(y, self.tp)
+        return y if self.bias is None else y + self.bias
+
+
+def leave(y: Tensor, tp: TensorParallel) -> Tensor:
+    """The exit of a block: sum the ranks' partial outputs [B, S, E]; scattered: -> [B, S / t, E].
+
+    Collective: tp.
+    """
+    exit = comm.scatter_sum if tp.scattered else comm.reduce
+    return exit(y, tp.group, purpose=PURPOSE, kept=tp.recompute == "selective")

@@ -1,0 +1,73 @@
+"""Sequence parallelism outside of blocks: which models allow it, and what must be told of it.
+
+Letters: B sequences, S tokens, s = S / t of them on this rank, E hidden size, t ranks.
+
+While ``tp.scattered`` the residual stream is [B, s, E]. Norms, dropout and additions take it as it
+comes, and the blocks gather and scatter it (``blocks.py``). What is left: tables of positions, which
+are looked up for all S tokens and cut here; and the gradients of all whole parameters outside of
+blocks, which see s tokens only and so are partial.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ds4d import attention
+from ds4d.tensor_parallel.state import TensorParallel
+
+
+def install(model: PreTrainedModel, tp: TensorParallel) -> None:
+    """Make the model ready for ``tp.scattered``."""
+    for table in _position_tables(model):
+        table.register_forward_hook(partial(_cut_positions, tp))
+
+
+def why_not(model: PreTrainedModel, blocks: list[str]) -> str | None:
+    """Why the residual stream of this model can't be cut along the sequence; None: it can.
+
+    Only what is known to treat each token by itself may stand outside of blocks.
+    """
+    if reason := attention.supports(type(model), documents=False):
+        return f"{reason}, so that masks are made of the tokens of one rank"
+    vocabulary = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    tables = {id(table) for table in _position_tables(model)}
+    inside = tuple(f"{block}." for block in blocks)
+    for path, module in model.named_modules():
+        if f"{path}.".startswith(inside) or id(module) in vocabulary | tables:
+            continue
+        if list(module.parameters(recurse=False)) and not _is_norm(module):
+            return f"{path} ({type(module).__name__}) is not known to treat each token by itself"
+    return None
+
+
+def mark_partial(model: PreTrainedModel) -> None:
+    """Every whole parameter's gradient is partial: it sees a part of the tokens."""
+    for param in model.parameters():
+        if not hasattr(param, "tp_shard"):
+            param.tp_partial = True
+
+
+def _position_tables(model: PreTrainedModel) -> list[nn.Module]:
+    """Learned positions: embeddings of the base model itself, not of its layers."""
+    vocabulary = model.get_input_embeddings()
+    return [
+        module for owner in model.modules() if isinstance(owner, PreTrainedModel)
+        for module in owner.children()
+        if isinstance(module, nn.Embedding) and module is not vocabulary
+    ]  # fmt: skip
+
+
+def _is_norm(module: nn.Module) -> bool:
+    one_dim = all(param.dim() == 1 for param in module.parameters(recurse=False))
+    return one_dim and "Norm" in type(module).__name__
+
+
+def _cut_positions(tp: TensorParallel, _module: nn.Module, _args, output: Tensor) -> Tensor:
+    """[B, S, E] -> [B, s, E]"""
+    if not tp.scattered:
+        return output
+    part = output.shape[-2] // tp.size
+    return output.narrow(-2, tp.rank * part, part)
