@@ -21,7 +21,6 @@ MODELS = ("ds4d.model.path", "ds4d.model.config")
 # Axes of which this version has the configuration but not the machinery: the issue that builds one
 # deletes its line.
 AXES_NOT_BUILT = {
-    "tp": "tensor parallelism",
     "pp": "pipeline parallelism",
     "cp": "context parallelism",
 }
@@ -67,6 +66,19 @@ def zero_fits_the_pipeline(draft: Draft) -> Problems:
             f"its micro-batches, which ZeRO 2 and 3 split; set zero_optimization.stage to 0 or 1, "
             f"or ds4d.parallel.pp to 1",
         )
+
+
+@rule("ds4d.model", "ds4d.parallel.tp")
+def model_can_be_cut(draft: Draft) -> Problems:
+    if draft.degree("tp") > 1 and (reason := draft.why_not_tp):
+        yield Problem("ds4d.parallel.tp", reason)
+
+
+@rule("ds4d.model", "ds4d.parallel.tp", "ds4d.parallel.sequence_parallel")
+def sequence_can_be_cut(draft: Draft) -> Problems:
+    if draft.degree("tp") > 1 and draft.given("ds4d.parallel.sequence_parallel") is True:
+        if not draft.why_not_tp and (reason := draft.why_not_sequence_parallel):
+            yield Problem("ds4d.parallel.sequence_parallel", f"true: {reason}; set it to false")
 
 
 # -- model ----------------------------------------------------------------------------------------

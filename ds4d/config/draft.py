@@ -63,6 +63,24 @@ class Draft:
         words = (batch.TRAIN, batch.MICRO, batch.ACCUMULATION)
         return batch.solve_batch(*map(self.number, words), self.dp)
 
+    @cached_property
+    def why_not_tp(self) -> str | None:
+        """Why the model can't be cut over this tp; None: it can."""
+        return self.model.why_not_cut(self.degree("tp"), sequence_parallel=False)
+
+    @cached_property
+    def why_not_sequence_parallel(self) -> str | None:
+        """Why its residual stream can't be cut along the sequence as well; None: it can."""
+        return self.model.why_not_cut(self.degree("tp"), sequence_parallel=True)
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """As asked for; "auto": where there are ranks to share the sequence and the model allows."""
+        asked = self.get("ds4d.parallel.sequence_parallel")
+        if asked != AUTO:
+            return asked
+        return self.degree("tp") > 1 and self.why_not_sequence_parallel is None
+
     @property
     def param_dtype(self) -> str:
         """Of the weights in the forward pass. "auto" means bf16, for bf16 and fp16 both."""

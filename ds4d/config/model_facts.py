@@ -48,6 +48,14 @@ class ModelFacts:
 
         return supports(self.config, documents=True)
 
+    def why_not_cut(self, tp: int, *, sequence_parallel: bool) -> str | None:
+        """Why the model can't be cut over tp ranks; None: it can, or it is not known yet."""
+        if self.config is None or self.problems:
+            return None
+        from ds4d.tensor_parallel.check import why_not_cut
+
+        return why_not_cut(self.config, tp, sequence_parallel=sequence_parallel)
+
 
 def look_up(model: Mapping[str, Any]) -> ModelFacts:
     """Facts about ``ds4d.model``, its form checked."""

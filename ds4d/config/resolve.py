@@ -40,6 +40,7 @@ def resolve(draft: Draft, path: Path | None) -> RunConfig:
 def _ds4d_block(draft: Draft) -> dict[str, Any]:
     block = {name: dict(draft.given(f"ds4d.{name}") or {}) for name in SECTIONS}
     block["parallel"]["dp"] = draft.dp
+    block["parallel"]["sequence_parallel"] = draft.sequence_parallel
     block["recompute"] = draft.get("ds4d.recompute")
     if block["recompute"] == AUTO:
         present = draft.given("activation_checkpointing") is not None

@@ -123,7 +123,8 @@ class ParallelConfig:
     """Data parallel: ranks that read different samples. "auto": all ranks that are left."""
 
     sequence_parallel: bool = False
-    """Megatron's: norms and residuals are split along the sequence over the tp ranks."""
+    """Megatron's: norms and residuals are split along the sequence over the tp ranks. "auto": where
+    tp is more than 1 and the model allows it."""
 
     @property
     def world_size(self) -> int:
@@ -167,6 +168,15 @@ class TrainingConfig:
 
     seed: Annotated[int, ("minimum", 0), ("maximum", 2**32 - 1)] = 42
     """Initial weights, data order and dropout follow from it, whatever the layout."""
+
+    label_smoothing: Annotated[float, ("minimum", 0), ("exclusiveMaximum", 1)] = 0.0
+    """Probability that the training loss spreads evenly over the vocabulary. The reported ``loss``
+    includes it, ``eval_loss`` does not."""
+
+    z_loss: Annotated[float, ("minimum", 0)] = 0.0
+    """Coefficient of the squared log-sum-exp of each token's logits, added to the training loss
+    (1e-4 is common): keeps logits from drifting. The reported ``loss`` includes it, ``eval_loss``
+    does not."""
 
     decay_all: bool = False
     """Apply weight decay to norms and biases too."""

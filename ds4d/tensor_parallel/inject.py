@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -34,7 +34,7 @@ from ds4d.tensor_parallel.layers import ColumnLinear, ParallelLinear, RowLinear,
 from ds4d.tensor_parallel.norm import NormOverHeads
 from ds4d.tensor_parallel.shard import Shard, even, packed
 from ds4d.tensor_parallel.state import TensorParallel
-from ds4d.tensor_parallel.vocab import shard_embedding
+from ds4d.tensor_parallel.vocab import install_head, shard_embedding
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class _Model:
     tp: TensorParallel
     blueprint: Blueprint
     styles: dict[str, Style]  # by the path of a module or parameter
-    memo: dict[int, nn.Parameter] = field(default_factory=dict)
+    memo: dict[int, nn.Parameter]
 
     @property
     def name(self) -> str:
@@ -61,35 +61,39 @@ class _Model:
         return self.model.get_submodule(path)
 
 
-def inject(
-    model: PreTrainedModel, tp: TensorParallel, *, sequence_parallel: bool = False
-) -> None:
-    """Cut ``model``, which is on meta, for this rank.
-
-    Args:
-        sequence_parallel: it will be run with ``tp.scattered``.
+def inject(model: PreTrainedModel, tp: TensorParallel) -> None:
+    """Cut ``model``, which is on meta, for this rank, and fuse its head with the loss.
 
     Raises:
         ValueError: it cannot be cut into ``tp.size`` parts; says which size does not fit.
     """
-    if tp.size == 1:
-        return
+    memo: dict[int, nn.Parameter] = {}
+    model.ds4d_tp = tp
+    blocks: list[str] = []
+    if tp.size > 1:
+        blocks = _cut_layers(model, tp, memo)
+        shard_embedding(model.get_input_embeddings(), tp, memo)
+    install_head(model, tp, memo)
+    sequence.install(model, tp)
+    if tp.sequence_parallel:
+        if reason := sequence.why_not(model, blocks):
+            raise ValueError(reason)
+        sequence.mark_partial(model)
+
+
+def _cut_layers(model: PreTrainedModel, tp: TensorParallel, memo) -> list[str]:
+    """Returns: the paths of the blocks."""
     blueprint = blueprint_of(model.config.model_type)
     if reason := blueprint.why_not(model.config, tp.size):
-        raise ValueError(f"model_type {model.config.model_type}: {reason}")
-    cut = _Model(model, tp, blueprint, dict(_resolve(model, plan_of(model))))
+        raise ValueError(f"{tp.size}: model_type {model.config.model_type}: {reason}")
+    cut = _Model(model, tp, blueprint, dict(_resolve(model, plan_of(model))), memo)
     blocks = _find_blocks(cut)
     for path in blocks:
         _cut_block(cut, path, blocks)
     for path in _loose(cut, blocks):
         _replace_linear(cut, path, None, loose=True, exits=True)
     _mark_partial(cut, blocks)
-    shard_embedding(model.get_input_embeddings(), tp, cut.memo)
-    sequence.install(model, tp)
-    if sequence_parallel:
-        if reason := sequence.why_not(model, blocks):
-            raise ValueError(f"ds4d.parallel.sequence_parallel: {reason}; set it to false")
-        sequence.mark_partial(model)
+    return blocks
 
 
 def _resolve(model: PreTrainedModel, plan) -> Iterator[tuple[str, Style]]:
@@ -182,8 +186,8 @@ def _leave_hook(tp: TensorParallel, _module, _args, output):
 
 def _refuse(cut: _Model, path: str, size: int, what: str) -> ValueError:
     return ValueError(
-        f"ds4d.parallel.tp {cut.tp.size}: {path} of this {cut.name} has {size} {what}, which do "
-        f"not divide by {cut.tp.size}"
+        f"{cut.tp.size}: {path} of this {cut.name} has {size} {what}, which do not divide by "
+        f"{cut.tp.size}"
     )
 
 

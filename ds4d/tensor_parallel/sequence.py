@@ -10,6 +10,8 @@ blocks, which see s tokens only and so are partial.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from torch import Tensor, nn
@@ -20,9 +22,28 @@ from ds4d.tensor_parallel.state import TensorParallel
 
 
 def install(model: PreTrainedModel, tp: TensorParallel) -> None:
-    """Make the model ready for ``tp.scattered``."""
+    """Make the model ready for ``tp.scattered``, and let each forward pass begin without it."""
+    model.register_forward_pre_hook(partial(_begin, tp))
     for table in _position_tables(model):
         table.register_forward_hook(partial(_cut_positions, tp))
+
+
+@contextmanager
+def scattered(tp: TensorParallel) -> Iterator[None]:
+    """A forward pass that begins in here is run with ``tp.sequence_parallel``, and its backward pass,
+    wherever that is."""
+    _asked.append(tp)
+    try:
+        yield
+    finally:
+        _asked.remove(tp)
+
+
+_asked: list[TensorParallel] = []
+
+
+def _begin(tp: TensorParallel, _module: nn.Module, _args: tuple) -> None:
+    tp.scattered = tp.sequence_parallel and any(asked is tp for asked in _asked)
 
 
 def why_not(model: PreTrainedModel, blocks: list[str]) -> str | None:

@@ -11,15 +11,17 @@ import torch.distributed as dist
 class TensorParallel:
     """Attributes:
     group: tp; may have one rank.
-    scattered: the residual stream of the present forward pass (and of its backward pass) is cut
-        along the sequence, each rank holding 1 / tp of the tokens: sequence parallelism. Set
-        where a forward pass begins; off while text is generated.
+    sequence_parallel: training and evaluation cut the residual stream along the sequence, each
+        rank holding 1 / tp of the tokens.
     recompute: "none", "selective" or "full": how activations are kept.
+    scattered: it is cut so in the present forward pass, and in its backward pass; not where text
+        is generated. Set where a forward pass begins (``sequence.py``).
     """
 
     group: dist.ProcessGroup
-    scattered: bool = False
+    sequence_parallel: bool = False
     recompute: str = "none"
+    scattered: bool = False
 
     @property
     def rank(self) -> int:
