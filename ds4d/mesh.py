@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ds4d.config.layout import GROUP_AXES, Coordinate, coordinate_of, group_ranks
 from ds4d.config.types import ParallelConfig
+from ds4d.tensor_parallel.state import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,19 @@ class Mesh:
 
     def size(self, name: str) -> int:
         return dist.get_world_size(self.groups[name])
+
+    def tensor_parallel(self) -> TensorParallel:
+        """The tp axis, for one model to be built with."""
+        return TensorParallel(self.group("tp"), self.parallel.sequence_parallel)
+
+    @property
+    def dropout_rank(self) -> int:
+        """Differs between ranks that hold other tokens outside of attention and MLP, and agrees
+        between those that hold the same."""
+        rank = dist.get_rank(self.groups["dp_cp"])
+        if not self.parallel.sequence_parallel:
+            return rank
+        return rank * self.parallel.tp + self.coordinate.tp
 
     @property
     def dp(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 
 PADDING = -1  # the document id of padding
 
@@ -58,6 +59,20 @@ class Documents:
             ids=self.ids.to(device, non_blocking=True),
             bounds=self.bounds.to(device, non_blocking=True),
         )
+
+    def padded(self, extra: int) -> "Documents":
+        """With so many tokens of padding at the end of each row. Reads no device."""
+        row, lengths, done = self.ids.shape[1], [], 0
+        for length in self.lengths:
+            lengths.append(length)
+            done += length
+            if done % row == 0:
+                lengths.append(extra)
+        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        if self.ids.is_cuda:
+            bounds = bounds.pin_memory().to(self.ids.device, non_blocking=True)
+        ids = F.pad(self.ids, (0, extra), value=PADDING)
+        return Documents(ids, bounds, tuple(lengths), self.covers_positions)
 
     def intersect(self, other: "Documents") -> "Documents":
         """Runs that both agree on: tokens stay together only where both keep them together.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from ds4d.attention.documents import Documents
 
@@ -37,6 +38,23 @@ class MicroBatch:
             targets=self.targets.to(device, non_blocking=True),
             position_ids=self.position_ids.to(device, non_blocking=True),
             documents=None if self.documents is None else self.documents.to(device),
+        )
+
+    def padded(self, multiple: int) -> "MicroBatch":
+        """With rows whose length is a multiple: what is added on the right is seen by nobody, for
+        models here are causal, and is not counted."""
+        batch, length = self.input_ids.shape
+        extra = -length % multiple
+        if extra == 0:
+            return self
+        positions = self.position_ids[:, -1:] + torch.arange(
+            1, extra + 1, device=self.position_ids.device
+        )
+        return MicroBatch(
+            F.pad(self.input_ids, (0, extra)),
+            F.pad(self.targets, (0, extra), value=IGNORE),
+            torch.cat([self.position_ids, positions], dim=1),
+            None if self.documents is None else self.documents.padded(extra),
         )
 
     def pin_memory(self) -> "MicroBatch":

@@ -29,21 +29,21 @@ def install(model: PreTrainedModel, tp: TensorParallel) -> None:
 
 
 @contextmanager
-def scattered(tp: TensorParallel) -> Iterator[None]:
-    """A forward pass that begins in here is run with ``tp.sequence_parallel``, and its backward pass,
-    wherever that is."""
+def scattered(tp: TensorParallel | None) -> Iterator[None]:
+    """A forward pass that begins in here is sequence parallel if the model is to be, and so is its
+    backward pass, wherever that is."""
     _asked.append(tp)
     try:
         yield
     finally:
-        _asked.remove(tp)
+        _asked.pop()
 
 
-_asked: list[TensorParallel] = []
+_asked: list[TensorParallel | None] = []  # inside ``scattered`` now
 
 
 def _begin(tp: TensorParallel, _module: nn.Module, _args: tuple) -> None:
-    tp.scattered = tp.sequence_parallel and any(asked is tp for asked in _asked)
+    tp.scattered = tp.sequence_parallel and bool(_asked) and _asked[-1] is tp
 
 
 def why_not(model: PreTrainedModel, blocks: list[str]) -> str | None:

@@ -7,6 +7,19 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 
+@dataclass(frozen=True)
+class NoGroup:
+    """Stands for a process group as far as cutting a model asks it; nothing can be communicated."""
+
+    ranks: int = 1
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return 0
+
+
 @dataclass
 class TensorParallel:
     """Attributes:
@@ -18,7 +31,7 @@ class TensorParallel:
         is generated. Set where a forward pass begins (``sequence.py``).
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | NoGroup
     sequence_parallel: bool = False
     recompute: str = "none"
     scattered: bool = False
