@@ -9,6 +9,7 @@ that autograd knows are those of Megatron-LM (formulas.md 3, "Mappings"):
     name              forward           backward
     ``reduce``        sum               as it is
     ``scatter_sum``   sum, keep shard   gather
+    ``gather_complete`` gather          own stretch
     ``gather_last``   gather columns    sum, keep own columns
     ``split_last``    own columns       zeros elsewhere
     ``sum_both_ways`` sum               sum
@@ -229,6 +230,22 @@ class _ScatterSum(torch.autograd.Function):
 def scatter_sum(x: Tensor, group: dist.ProcessGroup, *, purpose: str, kept: bool = False) -> Tensor:
     """[B, S, E] -> [B, s, E]: sum over the group, keep this rank's stretch of the sequence."""
     return x if group.size() == 1 else _ScatterSum.apply(x, group, purpose, kept)
+
+
+class _GatherComplete(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup, purpose: str) -> Tensor:
+        ctx.start, ctx.length = group.rank() * x.shape[1], x.shape[1]
+        return gather_sequence(x, group, purpose=purpose)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad.narrow(1, ctx.start, ctx.length), None, None
+
+
+def gather_complete(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Tensor:
+    """[B, s, E] -> [B, S, E], for what every rank then computes alike: the gradient is complete."""
+    return x if group.size() == 1 else _GatherComplete.apply(x, group, purpose)
 
 
 class _GatherLast(torch.autograd.Function):

@@ -11,7 +11,7 @@ BLUEPRINT = Blueprint(
         "transformer.h.*.mlp.dense_4h_to_h": "rowwise",
     },
     heads=lambda config: (config.n_head, config.n_head),
-    per_head_inputs={"alibi": 0},
+    per_head_inputs={"alibi": -3},
     attention_dropout=("attention_dropout",),
     why_not=lambda config, tp: (
         "slow_but_exact with pretraining_tp: it slices whole weights; set slow_but_exact to false"

@@ -65,6 +65,8 @@ class Blueprint:
         divided: attributes of the attention besides counts of heads that are 1 / t on a rank.
         attention_dropout: names of the modules that drop attention weights, where the attention
             does not go through transformers' interface.
+        whole_after: the module after which the model takes for granted that its hidden states have
+            the shape of its inputs: from there on every rank has all tokens again.
         why_not: of (config, t): a sentence why it can't be cut so, or None.
     """
 
@@ -74,4 +76,5 @@ class Blueprint:
     per_head_inputs: Mapping[str, int] = field(default_factory=dict)
     divided: tuple[str, ...] = ()
     attention_dropout: tuple[str, ...] = ()
+    whole_after: str | None = None
     why_not: Callable[[Any, int], str | None] = lambda config, tp: None

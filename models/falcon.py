@@ -25,6 +25,6 @@ BLUEPRINT = Blueprint(
         "transformer.h.*.mlp.dense_4h_to_h": "rowwise",
     },
     heads=_heads,
-    per_head_inputs={"alibi": 1, "attention_mask": 1},
+    per_head_inputs={"alibi": -3, "attention_mask": -3},
     attention_dropout=("attention_dropout",),
 )

@@ -11,6 +11,7 @@ BLUEPRINT = Blueprint(
         "transformer.h.*.mlp.c_proj": "rowwise",
     },
     divided=("split_size",),
+    whole_after="transformer.ln_f",
     why_not=lambda config, tp: (
         "add_cross_attention: only self-attention is cut" if config.add_cross_attention else None
     ),

@@ -41,6 +41,10 @@ def to_deepspeed(run: RunConfig, *, on_cpu: bool) -> dict[str, Any]:
         # Stage 0 accumulates in half precision and does not scale the loss for fp16 (DeepSpeed
         # 0.19.8, engine.py); stage 1 does both right and computes the same otherwise.
         config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": 1}
+    if run.recompute == "selective" and run.zero_stage == 3:
+        # DeepSpeed's linear adds the bias in place, to the product that selective recomputation
+        # keeps: it would be added twice. What it saves memory with, recomputation does anyway.
+        config["zero_optimization"]["memory_efficient_linear"] = False
     config["steps_per_print"] = NEVER
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False

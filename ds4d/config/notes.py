@@ -99,6 +99,12 @@ def find_notes(draft: Draft) -> Iterator[str]:
             f"{draft.param_dtype} with zero_optimization.stage 0 runs DeepSpeed's stage 1, whose "
             "numbers are those of fp32 accumulation and a scaled loss: its stage 0 has neither"
         )
+    if draft.given("zero_optimization.memory_efficient_linear"):
+        if draft.get("ds4d.recompute") == "selective":
+            yield (
+                "zero_optimization.memory_efficient_linear has no effect: ds4d.recompute is "
+                "selective, which keeps the products that it would change"
+            )
     if draft.given("bf16.bf16_master_weights_and_grads"):
         yield "bf16.bf16_master_weights_and_grads: there is no fp32 copy of weights and moments"
 

@@ -61,7 +61,7 @@ def refusal(model_type: str, heads: Heads, ranks: int, reason: str) -> ValueErro
     if any(words in reason for words in ("groups", "spans")):
         works = [n for n in works if heads.kv_total % n == 0]
     return ValueError(
-        f"ds4d.parallel.tp {ranks}: this {model_type} has {heads.total} heads and "
+        f"{ranks}: this {model_type} has {heads.total} heads and "
         f"{heads.kv_total} key/value heads, and {reason}; tp can be "
         f"{', '.join(map(str, works))}"
     )
@@ -123,6 +123,7 @@ def _own_heads(value: Tensor | None, dim: int, total: int, tp: TensorParallel) -
     """[..., anything * H, ...] -> [..., anything * H / t, ...]"""
     if value is None or value.shape[dim] == 1:
         return value
+    dim %= value.dim()
     by_head = value.unflatten(dim, (-1, total))
     local = total // tp.size
     return by_head.narrow(dim + 1, tp.rank * local, local).flatten(dim, dim + 1)

@@ -65,7 +65,8 @@ class Entry:
     def begin_gather(self, shard: Tensor) -> None:
         """Gather the input again, once for all layers that need it."""
         if self._gathering is None:
-            self._gathering = comm.begin_gather(shard, self.tp.group, purpose=PURPOSE)
+            by_row = shard if shard.dim() == 3 else shard[None]
+            self._gathering = comm.begin_gather(by_row, self.tp.group, purpose=PURPOSE)
 
     def gathered(self) -> Tensor:
         if self._gathered is None:
@@ -126,16 +127,19 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(x: Tensor, tp: TensorParallel, *, early: bool) -> Tensor:
-    """The input of a block, complete on every rank: [B, s, E] (scattered) or [B, S, E] -> [B, S, E].
+    """The input of a block, complete on every rank: [B, s, E] (scattered) or [B, S, E] -> [B, S, E];
+    or the same with B and the sequence in one.
 
     Collective: tp, when scattered.
     """
     if tp.size == 1:
         return x
-    scattered = tp.scattered
-    length = x.shape[1] * (tp.size if scattered else 1)
-    entry = Entry(tp, torch.Size((x.shape[0], length, *x.shape[2:])), scattered, early)
-    whole = _Enter.apply(x, entry)
+    by_row = x if x.dim() == 3 else x[None]  # tokens of all rows in one: their order is no matter
+    batch, length, width = by_row.shape
+    shape = torch.Size((batch, length * tp.size if tp.scattered else length, width))
+    entry = Entry(tp, shape, tp.scattered, early)
+    whole = _Enter.apply(by_row, entry)
+    whole = whole if x.dim() == 3 else whole[0]
     if torch.is_grad_enabled():
         whole.ds4d_entry = entry
         whole.ds4d_kept = x.detach() if entry.keeps_shard else None

@@ -70,20 +70,14 @@ class ParallelLinear(nn.Module):
         self.transposed = transposed
         self.register_parameter("weight", like.weight)
         self.register_parameter("bias", like.bias)
+        # on this rank; of the weight itself ZeRO-3 leaves no shape
+        self.out_features, self.in_features = self.matrix.shape
         self.train(like.training)
 
     @property
     def matrix(self) -> Tensor:
         """The weight as [O, I]."""
         return self.weight.T if self.transposed else self.weight
-
-    @property
-    def out_features(self) -> int:
-        return self.matrix.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.matrix.shape[1]
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features} on each of {self.tp.size} ranks"
@@ -159,5 +153,7 @@ def leave(y: Tensor, tp: TensorParallel) -> Tensor:
 
     Collective: tp.
     """
-    exit = comm.scatter_sum if tp.scattered else comm.reduce
-    return exit(y, tp.group, purpose=PURPOSE, kept=tp.recompute == "selective")
+    total = comm.scatter_sum if tp.scattered else comm.reduce
+    by_row = y if y.dim() == 3 else y[None]
+    by_row = total(by_row, tp.group, purpose=PURPOSE, kept=tp.recompute == "selective")
+    return by_row if y.dim() == 3 else by_row[0]

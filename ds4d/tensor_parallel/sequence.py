@@ -17,13 +17,19 @@ from functools import partial
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ds4d import attention
+from ds4d import attention, comm
+from ds4d.models.derive import blueprint_of
+from ds4d.tensor_parallel.layers import ParallelLinear
 from ds4d.tensor_parallel.state import TensorParallel
+from ds4d.tensor_parallel.vocab import ParallelHead
 
 
 def install(model: PreTrainedModel, tp: TensorParallel) -> None:
     """Make the model ready for ``tp.scattered``, and let each forward pass begin without it."""
     model.register_forward_pre_hook(partial(_begin, tp))
+    last = blueprint_of(model.config.model_type).whole_after
+    if last is not None:
+        model.get_submodule(last).register_forward_hook(partial(_make_whole, tp))
     for table in _position_tables(model):
         table.register_forward_hook(partial(_cut_positions, tp))
 
@@ -53,11 +59,12 @@ def why_not(model: PreTrainedModel, blocks: list[str]) -> str | None:
     """
     if reason := attention.supports(type(model), documents=False):
         return f"{reason}, so that masks are made of the tokens of one rank"
-    vocabulary = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-    tables = {id(table) for table in _position_tables(model)}
+    embeddings = {id(model.get_input_embeddings()), *map(id, _position_tables(model))}
     inside = tuple(f"{block}." for block in blocks)
     for path, module in model.named_modules():
-        if f"{path}.".startswith(inside) or id(module) in vocabulary | tables:
+        if f"{path}.".startswith(inside) or id(module) in embeddings:
+            continue
+        if isinstance(module, ParallelLinear | ParallelHead):
             continue
         if list(module.parameters(recurse=False)) and not _is_norm(module):
             return f"{path} ({type(module).__name__}) is not known to treat each token by itself"
@@ -92,3 +99,8 @@ def _cut_positions(tp: TensorParallel, _module: nn.Module, _args, output: Tensor
         return output
     part = output.shape[-2] // tp.size
     return output.narrow(-2, tp.rank * part, part)
+
+
+def _make_whole(tp: TensorParallel, _module: nn.Module, _args, output: Tensor) -> Tensor:
+    """[B, s, E] -> [B, S, E]; its gradient is complete on every rank."""
+    return comm.gather_complete(output, tp.group, purpose="block") if tp.scattered else output
