@@ -219,23 +219,21 @@ def _add_generate(commands: Any) -> None:
         help="draw from the likeliest tokens that together have this probability (default: 1)",
     )  # fmt: skip
     parser.add_argument("--seed", metavar="N", type=int, default=0)
-    _add_device(parser)
+    _add_ranks(parser)
     _add_json(parser)
 
 
 def _generate(args: argparse.Namespace) -> None:
     from ds4d.generate import generate
-    from ds4d.launch.runtime import quiet_libraries
 
-    quiet_libraries()
-    texts = generate(
-        args.path,
+    texts = _on_model(
+        args,
+        generate,
         args.prompts,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_p=args.top_p,
         seed=args.seed,
-        device=args.device or _default_device(),
     )
     if args.json:
         pairs = [{"prompt": p, "text": text} for p, text in zip(args.prompts, texts, strict=True)]
@@ -261,7 +259,7 @@ def _add_eval(commands: Any) -> None:
         "--source", metavar="JSON", type=_source, help="evaluate on this instead of ds4d.data.eval"
     )
     add_set(parser)
-    _add_device(parser)
+    _add_ranks(parser)
     _add_json(parser)
 
 
@@ -277,15 +275,13 @@ def _source(text: str) -> dict[str, Any]:
 
 def _eval(args: argparse.Namespace) -> None:
     from ds4d.evaluate import evaluate
-    from ds4d.launch.runtime import quiet_libraries
 
-    quiet_libraries()
-    found = evaluate(
-        args.path,
+    found = _on_model(
+        args,
+        evaluate,
         config=args.config,
         source=args.source,
         overrides=args.overrides,
-        device=args.device or _default_device(),
         progress=not args.json,
     )
     if args.json:
@@ -294,8 +290,28 @@ def _eval(args: argparse.Namespace) -> None:
         print("  ".join(f"{name} {value:,.6g}" for name, value in found.items()))
 
 
-def _add_device(parser: argparse.ArgumentParser) -> None:
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Where the model is: see ``_on_model``."""
+    parser.add_argument(
+        "--tp", metavar="N", type=_positive, default=1,
+        help="share the model among N processes, each with its own GPU where there are some",
+    )  # fmt: skip
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
+
+
+def _on_model(
+    args: argparse.Namespace, function: Callable[..., Any], *more: Any, **kwargs: Any
+) -> Any:
+    """``function(PATH, *more, **kwargs)``, in this process or on --tp ranks."""
+    from ds4d.launch.call import call_on_ranks
+    from ds4d.launch.runtime import quiet_libraries
+    from ds4d.saved_model import find_model
+
+    quiet_libraries()
+    if args.tp == 1:
+        return function(args.path, *more, **kwargs, device=args.device or _default_device())
+    find_model(args.path)  # before any rank starts
+    return call_on_ranks(function, args.path, *more, **kwargs, tp=args.tp, device=args.device)
 
 
 def _default_device() -> str:

@@ -22,9 +22,11 @@ from ds4d.config.types import ModelConfig, RunConfig, TokenizerConfig
 from ds4d.data.batch import MicroBatch
 from ds4d.data.loader import eval_batches
 from ds4d.data.prepare import prepare
-from ds4d.generate import load_model
 from ds4d.loss import count_targets, sum_loss
+from ds4d.mesh import Mesh
 from ds4d.model.config import hf_config
+from ds4d.saved_model import load_model
+from ds4d.tensor_parallel.state import TensorParallel
 
 NO_DATA = "missing: say what to evaluate on, with --source or a --config that has it"
 
@@ -65,8 +67,9 @@ def evaluate(
     overrides: Sequence[str] = (),
     device: torch.device | str = "cpu",
     progress: bool = True,
+    mesh: Mesh | None = None,
 ) -> dict[str, float | int]:
-    """Loss of a trained model on a source, in one process.
+    """Loss of a trained model on a source, in one process or on the ranks of a mesh.
 
     Args:
         path: a Hugging Face folder, a ds4d checkpoint, or a run folder (its newest checkpoint).
@@ -74,17 +77,23 @@ def evaluate(
             trained with.
         source: instead of ``ds4d.data.eval``.
         overrides: ``dotted.key=value`` each.
+        mesh: whose tp ranks hold the model together; each sees all of the set. None: this process
+            holds it.
 
     Returns:
-        ``loss``, ``perplexity``, ``tokens`` (valid targets) and ``samples``.
+        ``loss``, ``perplexity``, ``tokens`` (valid targets) and ``samples``; the same on all ranks.
 
     Raises:
         ConfigError, DataError: nothing to evaluate on, or data that cannot be read.
         ValueError: no model or no tokenizer at ``path``.
+
+    Collective: tp.
     """
-    model, tokenizer = load_model(path, device=device)
+    tp = None if mesh is None else TensorParallel(mesh.group("tp"))
+    model, tokenizer = load_model(path, device=device, tp=tp)
     run = _run_for(path, config, source, overrides, Path(tokenizer.name_or_path))
-    store = prepare(run, sources=("eval",), progress=progress).eval
+    rank = 0 if mesh is None else mesh.rank
+    store = prepare(run, sources=("eval",), local_rank=rank, progress=progress).eval
     micro = run.batch.micro
 
     @torch.no_grad()

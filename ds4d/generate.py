@@ -6,28 +6,16 @@ from pathlib import Path
 from typing import Sequence
 
 import torch
-from torch import Tensor
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
     BatchEncoding,
     GenerationConfig,
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from ds4d import attention
-from ds4d.checkpoint.errors import CheckpointError, WrongPath
-from ds4d.checkpoint.find import locate
-from ds4d.checkpoint.folder import read_manifest, tokenizer_folder
-from ds4d.checkpoint.load import read_here
-from ds4d.checkpoint.logical import LogicalTensor, Piece
-from ds4d.checkpoint.storage import SafetensorsReader
-from ds4d.model.build import DTYPES, fill, stored_or_initial
-from ds4d.model.initial import InitialValues
-from ds4d.model.meta import logical_model, meta_model
+from ds4d.mesh import Mesh
+from ds4d.saved_model import load_model
+from ds4d.tensor_parallel.state import TensorParallel
 
 
 def generate(
@@ -39,23 +27,33 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     device: torch.device | str = "cpu",
+    mesh: Mesh | None = None,
 ) -> list[str]:
     """Continue each prompt; together in one batch, whatever their lengths.
+
+    The ranks of a mesh draw the same tokens and stop together: each has the same logits, to the
+    bit, and a generator in the same state.
 
     Args:
         path: a Hugging Face folder, a ds4d checkpoint, or a run folder (its newest checkpoint).
         temperature: 0 takes the likeliest token at each step; else tokens are drawn.
         top_p: drawn from the likeliest tokens that have this much probability together.
         seed: of the drawing.
+        mesh: whose tp ranks hold the model together; all else is the same on every rank. None:
+            this process holds it.
 
     Returns:
-        What follows each prompt, up to the model's end-of-text token, without special tokens.
+        What follows each prompt, up to the model's end-of-text token, without special tokens; the
+        same on all ranks.
 
     Raises:
         ValueError: no model or no tokenizer there, or a prompt that the model cannot continue.
+
+    Collective: tp.
     """
     _check_settings(prompts, max_new_tokens, temperature, top_p)
-    model, tokenizer = load_model(path, device=device)
+    tp = None if mesh is None else TensorParallel(mesh.group("tp"))
+    model, tokenizer = load_model(path, device=device, tp=tp)
     batch = _encode(tokenizer, prompts).to(device)
     _check_lengths(batch, model.config, max_new_tokens)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
@@ -68,90 +66,9 @@ def generate(
         **drawn,
     )
     torch.manual_seed(seed)
-    output = model.generate(**batch)
+    output = model.generate(**batch, synced_gpus=False)
     new = output[:, batch["input_ids"].shape[1] :]
     return tokenizer.batch_decode(new, skip_special_tokens=True)
-
-
-def load_model(
-    path: Path, *, device: torch.device | str
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in eval mode, in the dtype it was saved or trained in, and its tokenizer.
-
-    Raises:
-        ValueError: see ``generate``.
-    """
-    attention.register()
-    if (path / "config.json").is_file():
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype="auto",
-            attn_implementation=attention.implementation_for(config),
-            local_files_only=True,
-        ).to(device)
-        return model.eval(), _tokenizer(path, path)
-    try:
-        checkpoint = locate(path)
-    except CheckpointError as error:
-        raise WrongPath(
-            f"{path} is neither a Hugging Face folder (no config.json) nor a checkpoint or run "
-            f"folder of ds4d ({error})"
-        ) from None
-    extra = read_manifest(checkpoint).extra
-    model = _from_checkpoint(checkpoint, extra["hf_config"], DTYPES[extra["dtype"]], device)
-    return model, _tokenizer(path, tokenizer_folder(checkpoint))
-
-
-class _CheckpointTensors:
-    """The weights and buffers of a checkpoint by name, each read when it is asked for."""
-
-    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
-        self._reader = SafetensorsReader(folder)
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        self._sources = model.all_tied_weights_keys
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._shapes
-
-    def __call__(self, name: str) -> Tensor:
-        kind = "weight" if name in self._parameters else "buffer"
-        key = f"{kind}/{self._sources.get(name, name)}"
-        saved = self._reader.metadata.state_dict_metadata.get(key)
-        if saved is None or tuple(saved.size) != self._shapes[name]:
-            raise CheckpointError(
-                f"{self._reader.folder}: {key} of shape {list(self._shapes[name])} is not there; "
-                "the checkpoint was made with another version of transformers"
-            )
-        tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
-        whole = Piece((0,) * tensor.dim(), tensor)
-        read_here(
-            self._reader, {key: LogicalTensor(tuple(tensor.shape), tensor.dtype, (whole,))}
-        )
-        return tensor
-
-
-def _from_checkpoint(
-    folder: Path, config: dict, dtype: torch.dtype, device: torch.device | str
-) -> PreTrainedModel:
-    config = AutoConfig.for_model(**config)
-    implementation = attention.implementation_for(config)
-    model = meta_model(config, dtype=dtype, attn_implementation=implementation)
-    logical = logical_model(config)
-    values = stored_or_initial(_CheckpointTensors(folder, logical), InitialValues(logical, seed=0))
-    fill(model, values, device=device)
-    return model.eval()
-
-
-def _tokenizer(path: Path, folder: Path) -> PreTrainedTokenizerBase:
-    if any(folder.glob("tokenizer*")):
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    raise ValueError(
-        f"{path}: no tokenizer in {folder}, so text can't be turned into tokens; copy the "
-        "tokenizer's files there"
-    )
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> BatchEncoding:

@@ -1,12 +1,14 @@
-"""Start a training job on this machine, or on the hosts of a hostfile, and end it whole.
+"""Start a job on this machine, or on the hosts of a hostfile, and end it whole.
 
-The file is checked here, in one process, before anything starts. On one host the ranks are started
-by DeepSpeed's per-host launcher (``deepspeed.launcher.launch``): what the ``deepspeed`` command
-would start too, but its exit code is exact (the command turns a killed launcher into 0) and
-CUDA_VISIBLE_DEVICES is honoured, UUIDs included. With a hostfile it is the ``deepspeed`` command.
+The file of a training job is checked here, in one process, before anything starts. On one host the
+ranks are started by DeepSpeed's per-host launcher (``deepspeed.launcher.launch``): what the
+``deepspeed`` command would start too, but its exit code is exact (the command turns a killed
+launcher into 0) and CUDA_VISIBLE_DEVICES is honoured, UUIDs included. With a hostfile it is the
+``deepspeed`` command.
 
 The job runs in a session of its own. SIGTERM and Ctrl-C are passed on as SIGTERM to its ranks,
-which save and leave; a second one, or the end of the launcher, ends whatever is left.
+which leave, and save where they train; a second one, or the end of the launcher, ends whatever is
+left.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import psutil
 from ds4d.config.errors import ConfigError
 from ds4d.config.load import load
 from ds4d.launch import rank_log
-from ds4d.launch.failure import FAILURE, WRONG_INPUT
+from ds4d.launch.failure import FAILURE, INTERRUPTED, WRONG_INPUT
 from ds4d.launch.runtime import signal_on_parent_death, visible_gpus
 from ds4d.launch.variables import LOCALHOST, LaunchError, free_port
 
@@ -43,6 +45,7 @@ class Job:
         gpus: names of this host's GPUs; none: its CPU is used.
         hostfile: run there instead of on this host.
         address, port: where rank 0 listens; None: found.
+        stdout: the file descriptor that what the ranks say goes to; None: this process's stdout.
     """
 
     args: tuple[str, ...]
@@ -52,6 +55,7 @@ class Job:
     address: str | None = None
     port: int | None = None
     module: str = WORKER
+    stdout: int | None = None
 
     def command(self) -> list[str]:
         """The launcher's command line. Its own words are switched off: the ranks speak."""
@@ -97,17 +101,27 @@ def plan_job(
         num_ranks = sum(read_hostfile(hostfile).values())
     else:
         num_ranks = nproc or default_num_ranks(config, overrides, len(gpus))
-        if gpus and num_ranks > len(gpus):
-            raise LaunchError(
-                f"{num_ranks} ranks, but {len(gpus)} GPUs are visible here: lower --nproc or the "
-                f"degrees in ds4d.parallel, or set DS_ACCELERATOR=cpu to train on the CPU"
-            )
+        check_gpus(
+            num_ranks,
+            gpus,
+            "lower --nproc or the degrees in ds4d.parallel, or set DS_ACCELERATOR=cpu to train on "
+            "the CPU",
+        )
     load(config, overrides=overrides, world_size=num_ranks)
     rank_log.make_folder(output)
     args = [str(config), f"--output={output.absolute()}"]
     args += [word for override in overrides for word in ("--set", override)]
     args += [f"--resume={resume}"] if resume else []
     return Job(tuple(args), num_ranks, gpus, hostfile)
+
+
+def check_gpus(num_ranks: int, gpus: Sequence[str], fix: str) -> None:
+    """
+    Raises:
+        LaunchError: there are GPUs, but not one for each rank.
+    """
+    if gpus and num_ranks > len(gpus):
+        raise LaunchError(f"{num_ranks} ranks, but {len(gpus)} GPUs are visible here: {fix}")
 
 
 def default_num_ranks(config: Path, overrides: Sequence[str], num_gpus: int) -> int:
@@ -143,12 +157,14 @@ def run_job(job: Job) -> int:
     """Run the job to its end, whatever happens to this process.
 
     Returns:
-        0 done, 2 wrong input, 1 any failure.
+        0 done, 2 wrong input, 130 ended by Ctrl-C, 1 any failure.
     """
-    with _Supervisor(job.command(), job.environment()) as supervisor:
+    with _Supervisor(job.command(), job.environment(), job.stdout) as supervisor:
         code = supervisor.wait()
     if code in (0, WRONG_INPUT):
         return code
+    if supervisor.interrupted:
+        return INTERRUPTED
     killed_by = -code if code < 0 else 256 - code
     if killed_by > 1 and killed_by in iter(signal.Signals):  # 255 is ssh's word for any failure
         name = signal.Signals(killed_by).name
@@ -159,7 +175,8 @@ def run_job(job: Job) -> int:
 class _Supervisor:
     """The launcher as a child: passes signals on, leaves no process behind."""
 
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str], stdout: int | None) -> None:
+        self.interrupted = False  # by Ctrl-C
         self._asked = 0
         ignored = {s for s in _SIGNALS if signal.getsignal(s) == signal.SIG_IGN}  # nohup, cmd &
         self._previous = {s: signal.signal(s, self._pass_on) for s in _SIGNALS - ignored}
@@ -167,6 +184,7 @@ class _Supervisor:
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
+            stdout=stdout,
             start_new_session=True,
             preexec_fn=lambda: signal_on_parent_death(signal.SIGTERM),
         )
@@ -183,7 +201,8 @@ class _Supervisor:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
 
-    def _pass_on(self, _signum: int, _frame: object) -> None:
+    def _pass_on(self, signum: int, _frame: object) -> None:
+        self.interrupted |= signum == signal.SIGINT
         self._asked += 1
         if self._asked > 1:
             self._kill_all()

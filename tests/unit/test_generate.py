@@ -18,8 +18,7 @@ PROMPTS = ["def f(x):", "a", "import os, sys"]
 FAMILIES = ["llama", "gpt2", "gemma2", "mixtral", "opt"]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A byte a token: 3 special tokens, then printable ASCII, which fits in 96 + 3."""
     letters = {chr(code): code - 29 for code in range(33, 127)} | {"Ġ": 98}
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3} | letters
@@ -31,17 +30,40 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make(family: str):
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer()
+
+
+def make(family: str, **more):
     torch.manual_seed(1)
     changes = {"vocab_size": 99, "initializer_range": 0.3}
     if family in ("llama", "gpt2"):
         changes["eos_token_id"] = 40  # a token that comes up: some prompts end early
+    changes |= more
     return AutoModelForCausalLM.from_config(hf_config(ModelConfig(config=fields(family) | changes)))
 
 
-def save_folder(family: str, folder, tokenizer) -> None:
-    make(family).save_pretrained(folder)
+def save_folder(family: str, folder, tokenizer, **more) -> None:
+    make(family, **more).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def save_checkpoint(model, run, tokenizer):
+    """A checkpoint of a run folder, as training would have left it."""
+    state = {
+        f"{kind}/{name}": LogicalTensor(
+            tuple(t.shape), t.dtype, (Piece((0,) * t.dim(), t.detach()),)
+        )
+        for kind, tensors in (
+            ("weight", model.named_parameters()),
+            ("buffer", ((n, b) for n, b in model.named_buffers() if n in model.state_dict())),
+        )
+        for name, t in tensors
+    }
+    extra = {"hf_config": model.config.to_dict(), "dtype": "fp32"}
+    tokenizer.save_pretrained(run / "tokenizer")
+    return save(run, 7, state, extra=extra, rank_state={}, keep=None)
 
 
 def one_by_one(folder, prompts, **kwargs) -> list[str]:
@@ -66,21 +88,8 @@ def test_a_batch_of_unequal_prompts_is_hugging_face_one_by_one(family, tmp_path,
 
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2"])
 def test_a_checkpoint_is_its_exported_folder(family, tmp_path, tokenizer):
-    model = make(family)
-    state = {
-        f"{kind}/{name}": LogicalTensor(
-            tuple(t.shape), t.dtype, (Piece((0,) * t.dim(), t.detach()),)
-        )
-        for kind, tensors in (
-            ("weight", model.named_parameters()),
-            ("buffer", ((n, b) for n, b in model.named_buffers() if n in model.state_dict())),
-        )
-        for name, t in tensors
-    }
-    extra = {"hf_config": model.config.to_dict(), "dtype": "fp32"}
     run, folder = tmp_path / "run", tmp_path / "folder"
-    checkpoint = save(run, 7, state, extra=extra, rank_state={}, keep=None)
-    tokenizer.save_pretrained(run / "tokenizer")
+    checkpoint = save_checkpoint(make(family), run, tokenizer)
     save_folder(family, folder, tokenizer)
     expected = generate(folder, PROMPTS, max_new_tokens=20)
     assert generate(checkpoint, PROMPTS, max_new_tokens=20) == expected

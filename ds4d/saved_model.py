@@ -1,0 +1,186 @@
+"""A trained model from the disk: an exported Hugging Face folder, or a ds4d checkpoint as it is;
+whole, or on each rank its part."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ds4d import attention
+from ds4d.checkpoint.errors import CheckpointError, WrongPath
+from ds4d.checkpoint.find import locate
+from ds4d.checkpoint.folder import read_manifest, tokenizer_folder
+from ds4d.checkpoint.load import read_here
+from ds4d.checkpoint.logical import LogicalTensor, Piece
+from ds4d.checkpoint.storage import SafetensorsReader
+from ds4d.config.types import ModelConfig
+from ds4d.model.build import DTYPES, Stored, fill, stored_or_initial
+from ds4d.model.config import hf_config
+from ds4d.model.initial import InitialValues
+from ds4d.model.meta import logical_model, meta_model
+from ds4d.model.weights import Weights
+from ds4d.tensor_parallel.shard import Shard
+from ds4d.tensor_parallel.state import TensorParallel
+
+
+def load_model(
+    path: Path, *, device: torch.device | str, tp: TensorParallel | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in eval mode, in the dtype it was saved or trained in, and its tokenizer.
+
+    Args:
+        path: a Hugging Face folder, a ds4d checkpoint, or a run folder (its newest checkpoint).
+        tp: the ranks that hold the model together; None: it is all here.
+
+    Raises:
+        ValueError: no model or no tokenizer there, or weights that do not fit.
+        CheckpointError: ``WrongPath`` where no model is, else a checkpoint that cannot be read.
+    """
+    attention.register()
+    folder = find_model(path)
+    if (folder / "config.json").is_file():
+        tokenizer = _tokenizer(path, folder)
+        model = _from_folder(folder, device, tp)
+    else:
+        tokenizer = _tokenizer(path, tokenizer_folder(folder))
+        model = _from_checkpoint(folder, device, tp)
+    return model.eval(), tokenizer
+
+
+def find_model(path: Path) -> Path:
+    """The folder that the model at ``path`` is in: a Hugging Face folder, or a checkpoint.
+
+    Raises:
+        CheckpointError: ``WrongPath`` where there is none, else what is wrong with a checkpoint.
+    """
+    if (path / "config.json").is_file():
+        return path
+    try:
+        return locate(path)
+    except CheckpointError as error:
+        raise WrongPath(
+            f"{path} is neither a Hugging Face folder (no config.json) nor a checkpoint or run "
+            f"folder of ds4d ({error})"
+        ) from None
+
+
+def _from_folder(
+    folder: Path, device: torch.device | str, tp: TensorParallel | None
+) -> PreTrainedModel:
+    if tp is None or tp.size == 1:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        return AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype="auto",
+            attn_implementation=attention.implementation_for(config),
+            local_files_only=True,
+        ).to(device)
+    config = hf_config(ModelConfig(path=str(folder)))
+    logical = logical_model(config)
+    weights = Weights(folder, logical)
+    model = _build(config, _dtype(config, weights, logical), weights, logical, device, tp)
+    if (folder / "generation_config.json").is_file():  # as from_pretrained: it may end texts
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model
+
+
+def _from_checkpoint(
+    folder: Path, device: torch.device | str, tp: TensorParallel | None
+) -> PreTrainedModel:
+    extra = read_manifest(folder).extra
+    config = AutoConfig.for_model(**extra["hf_config"])
+    logical = logical_model(config)
+    tensors = _CheckpointTensors(folder, logical)
+    return _build(config, DTYPES[extra["dtype"]], tensors, logical, device, tp)
+
+
+def _dtype(config: PreTrainedConfig, weights: Weights, logical: PreTrainedModel) -> torch.dtype:
+    """What ``from_pretrained(dtype="auto")`` takes."""
+    if config.dtype is not None:
+        return config.dtype
+    stored = ((name, p) for name, p in logical.named_parameters() if name in weights)
+    name, parameter = next(stored)
+    return weights(name, Shard(0, len(parameter), ranges=())).dtype  # nothing of it is read
+
+
+def _build(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    stored: Stored,
+    logical: PreTrainedModel,
+    device: torch.device | str,
+    tp: TensorParallel | None,
+) -> PreTrainedModel:
+    implementation = attention.implementation_for(config)
+    model = meta_model(config, dtype=dtype, attn_implementation=implementation)
+    if tp is not None and tp.size > 1:
+        from ds4d.tensor_parallel.inject import inject
+
+        inject(model, tp)
+    fill(model, stored_or_initial(stored, InitialValues(logical, seed=0)), device=device)
+    return model
+
+
+class _CheckpointTensors:
+    """The weights and buffers of a checkpoint by name, each read when it is asked for.
+
+    Args:
+        model: ``logical_model(config)``; borrowed for its names and shapes.
+    """
+
+    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+        self._reader = SafetensorsReader(folder)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._sources = model.all_tied_weights_keys
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def __call__(self, name: str, shard: Shard | None = None) -> Tensor:
+        """The tensor, or a rank's part of it, on the CPU; no more is read."""
+        kind = "weight" if name in self._parameters else "buffer"
+        key = f"{kind}/{self._sources.get(name, name)}"
+        saved = self._reader.metadata.state_dict_metadata.get(key)
+        shape = self._shapes[name]
+        if saved is None or tuple(saved.size) != shape:
+            raise CheckpointError(
+                f"{self._reader.folder}: {key} of shape {list(shape)} is not there; "
+                "the checkpoint was made with another version of transformers"
+            )
+        read = partial(self._read, key, shape, saved.properties.dtype)
+        return read(()) if shard is None else shard.cut(read, shape)
+
+    def _read(
+        self, key: str, shape: tuple[int, ...], dtype: torch.dtype, box: tuple[slice, ...]
+    ) -> Tensor:
+        """A box; what it does not name it has whole."""
+        box = (*box, *[slice(None)] * (len(shape) - len(box)))
+        ranges = [part.indices(size)[:2] for part, size in zip(box, shape, strict=True)]
+        tensor = torch.empty([stop - start for start, stop in ranges], dtype=dtype)
+        if tensor.numel():
+            piece = Piece(tuple(start for start, _ in ranges), tensor)
+            read_here(self._reader, {key: LogicalTensor(shape, dtype, (piece,))})
+        return tensor
+
+
+def _tokenizer(path: Path, folder: Path) -> PreTrainedTokenizerBase:
+    if any(folder.glob("tokenizer*")):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    raise ValueError(
+        f"{path}: no tokenizer in {folder}, so text can't be turned into tokens; copy the "
+        "tokenizer's files there"
+    )
