@@ -166,8 +166,8 @@ def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup, *, purpose: str
     return begin_reduce_scatter(x, group, purpose=purpose).wait()
 
 
-# What selective recomputation keeps (``model/build.py``) it knows by operator: so the two exits of
-# a block are operators, and a recomputed forward pass does not communicate again.
+# What selective recomputation keeps (``model/build.py``) it knows by operator: so what a forward
+# pass sums or puts together inside a layer are operators, and it is not communicated again.
 
 _library = torch.library.Library("ds4d", "DEF")
 _library.define("all_reduce(Tensor x, str group, str purpose) -> Tensor")
@@ -186,6 +186,22 @@ _library.impl(
     ),
     "CompositeExplicitAutograd",
 )
+_library.define("gather_last(Tensor x, str group, str purpose) -> Tensor")
+_library.impl(
+    "gather_last",
+    lambda x, group, purpose: _all_gather_last(x, _resolve_process_group(group), purpose),
+    "CompositeExplicitAutograd",
+)
+
+
+def _all_gather_last(x: Tensor, group: dist.ProcessGroup, purpose: str) -> Tensor:
+    """[..., C] -> [..., t * C]"""
+    size, rows = group.size(), x.reshape(-1, x.shape[-1]).contiguous()
+    out = rows.new_empty(size * rows.shape[0], rows.shape[1])  # [t N, C]
+    _all_gather(out, rows, group=group)
+    _count("all_gather", out, group, purpose)
+    # [t, N, C] -> [N, t, C] -> [..., t * C]
+    return out.view(size, *rows.shape).transpose(0, 1).reshape(*x.shape[:-1], -1)
 
 
 # -- as autograd knows them -----------------------------------------------------------------------
@@ -252,12 +268,7 @@ class _GatherLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup, purpose: str) -> Tensor:
         ctx.group, ctx.purpose = group, purpose
-        size, rows = group.size(), x.reshape(-1, x.shape[-1]).contiguous()
-        out = rows.new_empty(size * rows.shape[0], rows.shape[1])  # [t N, C]
-        _all_gather(out, rows, group=group)
-        _count("all_gather", out, group, purpose)
-        # [t, N, C] -> [N, t, C] -> [..., t * C]
-        return out.view(size, *rows.shape).transpose(0, 1).reshape(*x.shape[:-1], -1)
+        return torch.ops.ds4d.gather_last(x, group.group_name, purpose)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -285,7 +296,7 @@ class _SumBothWays(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup, purpose: str) -> Tensor:
         ctx.group, ctx.purpose = group, purpose
-        return all_reduce(x.clone(), group, purpose=purpose)
+        return torch.ops.ds4d.all_reduce(x, group.group_name, purpose)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
