@@ -305,12 +305,12 @@ def _on_model(
     """``function(PATH, *more, **kwargs)``, in this process or on --tp ranks."""
     from ds4d.launch.call import call_on_ranks
     from ds4d.launch.runtime import quiet_libraries
-    from ds4d.saved_model import find_model
+    from ds4d.saved_model import check_can_be_cut
 
     quiet_libraries()
     if args.tp == 1:
         return function(args.path, *more, **kwargs, device=args.device or _default_device())
-    find_model(args.path)  # before any rank starts
+    check_can_be_cut(args.path, args.tp)  # before any rank starts
     return call_on_ranks(function, args.path, *more, **kwargs, tp=args.tp, device=args.device)
 
 

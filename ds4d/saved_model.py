@@ -25,12 +25,14 @@ from ds4d.checkpoint.folder import read_manifest, tokenizer_folder
 from ds4d.checkpoint.load import read_here
 from ds4d.checkpoint.logical import LogicalTensor, Piece
 from ds4d.checkpoint.storage import SafetensorsReader
+from ds4d.config.errors import ConfigError, Problem
 from ds4d.config.types import ModelConfig
 from ds4d.model.build import DTYPES, Stored, fill, stored_or_initial
 from ds4d.model.config import hf_config
 from ds4d.model.initial import InitialValues
 from ds4d.model.meta import logical_model, meta_model
 from ds4d.model.weights import Weights
+from ds4d.tensor_parallel.check import why_not_cut
 from ds4d.tensor_parallel.shard import Shard
 from ds4d.tensor_parallel.state import TensorParallel
 
@@ -76,6 +78,21 @@ def find_model(path: Path) -> Path:
         ) from None
 
 
+def check_can_be_cut(path: Path, tp: int) -> None:
+    """Raises:
+    ConfigError: the model at ``path`` can't be cut over so many ranks.
+    CheckpointError: see ``find_model``.
+    """
+    if reason := why_not_cut(_config(find_model(path)), tp):
+        raise ConfigError([Problem("--tp", reason)], name=str(path))
+
+
+def _config(folder: Path) -> PreTrainedConfig:
+    if (folder / "config.json").is_file():
+        return hf_config(ModelConfig(path=str(folder)))
+    return AutoConfig.for_model(**read_manifest(folder).extra["hf_config"])
+
+
 def _from_folder(
     folder: Path, device: torch.device | str, tp: TensorParallel | None
 ) -> PreTrainedModel:
@@ -88,7 +105,7 @@ def _from_folder(
             attn_implementation=attention.implementation_for(config),
             local_files_only=True,
         ).to(device)
-    config = hf_config(ModelConfig(path=str(folder)))
+    config = _config(folder)
     logical = logical_model(config)
     weights = Weights(folder, logical)
     model = _build(config, _dtype(config, weights, logical), weights, logical, device, tp)
@@ -100,11 +117,11 @@ def _from_folder(
 def _from_checkpoint(
     folder: Path, device: torch.device | str, tp: TensorParallel | None
 ) -> PreTrainedModel:
-    extra = read_manifest(folder).extra
-    config = AutoConfig.for_model(**extra["hf_config"])
+    config = _config(folder)
     logical = logical_model(config)
     tensors = _CheckpointTensors(folder, logical)
-    return _build(config, DTYPES[extra["dtype"]], tensors, logical, device, tp)
+    dtype = DTYPES[read_manifest(folder).extra["dtype"]]
+    return _build(config, dtype, tensors, logical, device, tp)
 
 
 def _dtype(config: PreTrainedConfig, weights: Weights, logical: PreTrainedModel) -> torch.dtype:
