@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from transformers import AutoConfig
 
 from ds4d import cli
 from ds4d.launch import call
@@ -30,7 +31,8 @@ def gpus(monkeypatch):
 def model(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=8, vocab_size=96)
+    AutoConfig.for_model("llama", **sizes).save_pretrained(folder)
     return folder
 
 
@@ -77,3 +79,10 @@ def test_each_rank_takes_its_device(gpus, model, jobs, visible, options, devices
     assert ended.value.code == 1
     assert job.num_ranks == 2 and job.gpus[:2] == devices
     assert ("DS_ACCELERATOR", "cpu") in job.environment().items() or devices
+
+
+def test_a_model_that_cannot_be_cut_is_refused_before_any_rank_starts(capsys, gpus, model, jobs):
+    gpus()
+    message = refused(capsys, "generate", str(model), "text", "--tp=3")
+    assert "--tp: 3: this llama has 8 heads" in message and "tp can be 1, 2, 4, 8" in message
+    assert not jobs
