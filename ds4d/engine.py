@@ -7,8 +7,9 @@ What happens in a step, and who takes part:
 2. each micro-batch: forward, loss = (sum over its targets) * dp * cp / count, backward. DeepSpeed
    averages gradients over dp x cp; the factor undoes it, so that what is accumulated is the
    gradient of the mean over the global batch, however unequal the counts;
-3. step: norm, clipping, optimizer, schedule (DeepSpeed), skipped when anything is not finite;
-4. report: the loss, summed over dp x cp.
+3. tp: gradients of which each tp rank has computed a part are summed, in one buffer;
+4. step: norm, clipping, optimizer, schedule (DeepSpeed), skipped when anything is not finite;
+5. report: the loss, summed over dp x cp.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ds4d import optimizer_state
 from ds4d.checkpoint.logical import LogicalTensor
+from ds4d.comm import all_reduce
 from ds4d.config.deepspeed_json import to_deepspeed
 from ds4d.config.types import RunConfig
 from ds4d.data.batch import MicroBatch
@@ -73,14 +77,13 @@ class _ZeroEngine(DeepSpeedEngine):
         # fp32 without ZeRO has no wrapper: no norm is kept and a non-finite step is taken.
         if self.optimizer is not self.basic_optimizer:
             return super()._take_model_step(lr_kwargs)
-        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
+        norm = self._plain_grad_norm()
         self._global_grad_norm = norm
         self._step_applied = bool(torch.isfinite(norm))
         if self._step_applied:
             if self.gradient_clipping() > 0.0:
                 groups = [p for p in self.module.parameters() if p.grad is not None]
-                torch.nn.utils.clip_grads_with_norm_(groups, self.gradient_clipping(), norm)
+                clip_grads_with_norm_(groups, self.gradient_clipping(), norm)
             self.optimizer.step()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
@@ -89,6 +92,19 @@ class _ZeroEngine(DeepSpeedEngine):
         self.zero_grad()
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
+
+    @torch.no_grad()
+    def _plain_grad_norm(self) -> Tensor:
+        """The L2 norm of the whole gradient, the same on every rank to the bit: of what is cut
+        over tp the sum, of what all tp ranks hold the mean."""
+        group = self.mpu.get_model_parallel_group()
+        grads: dict[bool, list[Tensor]] = {True: [], False: []}
+        for p in self.module.parameters():
+            if p.grad is not None:
+                grads[is_model_parallel_parameter(p)].append(p.grad)
+        sharded, replicated = (get_total_norm(g).double() ** 2 for g in grads.values())
+        squares = all_reduce(sharded + replicated / group.size(), group, purpose="gradient norm")
+        return squares.sqrt().float()
 
 
 def _partition_for(config: dict[str, Any], mpu: DeepSpeedMpu) -> Partition:
@@ -189,6 +205,8 @@ class Engine:
             loss = loss / tokens.clamp(min=1)
             loss_sum += loss.detach()
             engine.backward(loss * self._group_size, scale_wrt_gas=False)
+            if engine.is_gradient_accumulation_boundary():
+                optimizer_state.sum_partial_gradients(engine, self._mesh.group("tp"))
             engine.step()
         dist.all_reduce(loss_sum, group=self._group)
         norm = engine.get_global_grad_norm()

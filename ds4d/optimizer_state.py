@@ -1,5 +1,5 @@
 """DeepSpeed's optimizers, read as logical tensors: the one place that knows how each ZeRO stage
-lays weights and moments out in memory.
+lays weights, moments and gradients out in memory.
 
 Whatever the stage, the trainable state is a list of *flats*: tensors that the wrapped torch
 optimizer steps on, each a row of segments that belong to named parameters:
@@ -9,14 +9,16 @@ optimizer steps on, each a row of segments that belong to named parameters:
     stage 3       a flat is a sub-group; each parameter in it is split over the ranks
 
 ``Segment`` says which elements of which parameter lie where; from it follow the boxes of the
-logical tensors, as views, for the weights and for every optimizer state of the same length.
+logical tensors, as views, for the weights and for every optimizer state of the same length. What
+DeepSpeed calls a parameter may itself be a tp rank's part of a logical tensor (``Part``).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,15 +29,39 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ds4d.checkpoint.logical import LogicalTensor, Piece, boxes_of_range
+from ds4d.checkpoint.logical import LogicalTensor, Piece, boxes_of_range, pieces_of
+from ds4d.comm import all_reduce
+from ds4d.tensor_parallel.shard import Shard
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this tp rank holds of a parameter or buffer; all of it where ``shard`` is None."""
+
+    name: str
+    shape: tuple[int, ...]
+    shard: Shard | None
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "Part":
+        # under ZeRO-3 a parameter is empty, its shape is in ds_shape
+        shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+        return cls(name, shape, getattr(tensor, "tp_shard", None))
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        return self.shape if self.shard is None else self.shard.logical_shape(self.shape)
+
+    def whole(self, tensor: Tensor) -> list[Piece]:
+        """The pieces of the logical tensor that are in ``tensor``, which is all of the part."""
+        return list(pieces_of(tensor, (0,) * tensor.dim(), self.shard))
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of parameter ``name`` lie at ``offset`` of a flat."""
+    """Elements [start, stop) of ``part`` lie at ``offset`` of a flat."""
 
-    name: str
-    shape: tuple[int, ...]
+    part: Part
     start: int
     stop: int
     offset: int
@@ -54,8 +80,8 @@ class Flat:
 def _plain_flats(engine: DeepSpeedEngine) -> Iterator[Flat]:
     for index, group in enumerate(engine.optimizer.param_groups):
         for param in group["params"]:
-            name, shape = engine.param_names[param], tuple(param.shape)
-            segment = Segment(name, shape, 0, param.numel(), 0)
+            part = Part.of(engine.param_names[param], param)
+            segment = Segment(part, 0, param.numel(), 0)
             yield Flat(param, param.detach().view(-1), index, (segment,))
 
 
@@ -71,15 +97,8 @@ def _partition_flats(
         for param, first in zip(params, starts):
             start, stop = max(first, left), min(first + param.numel(), right)
             if start < stop:
-                segments.append(
-                    Segment(
-                        engine.param_names[param],
-                        tuple(param.shape),
-                        start - first,
-                        stop - first,
-                        start - left,
-                    )
-                )
+                part = Part.of(engine.param_names[param], param)
+                segments.append(Segment(part, start - first, stop - first, start - left))
         yield Flat(data, data.detach(), index, tuple(segments))
 
 
@@ -116,23 +135,15 @@ def _zero3_flats(engine: DeepSpeedEngine) -> Iterator[Flat]:
 
 
 def _zero3_segment(name: str, param: nn.Parameter, offset: int) -> Segment | None:
-    """This rank's equal part of a parameter; None where only padding is left for it."""
-    part = param.ds_tensor.ds_numel
-    start = dist.get_rank(param.ds_process_group) * part
-    stop = min(start + part, param.ds_numel)
-    return Segment(name, tuple(param.ds_shape), start, stop, offset) if start < stop else None
+    """This rank's equal share of a parameter; None where only padding is left for it."""
+    share = param.ds_tensor.ds_numel
+    start = dist.get_rank(param.ds_process_group) * share
+    stop = min(start + share, param.ds_numel)
+    return Segment(Part.of(name, param), start, stop, offset) if start < stop else None
 
 
 def _flats(engine: DeepSpeedEngine) -> Iterator[Flat]:
-    for kind, flats in (
-        (BF16_Optimizer, _bf16_flats),
-        (DeepSpeedZeroOptimizer_Stage3, _zero3_flats),
-        (DeepSpeedZeroOptimizer, _zero12_flats),
-        (torch.optim.Optimizer, _plain_flats),
-    ):
-        if isinstance(engine.optimizer, kind):
-            return flats(engine)
-    raise TypeError(f"{type(engine.optimizer).__name__}: an optimizer of DeepSpeed unknown here")
+    return _layout(engine).flats(engine)
 
 
 def _inner(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
@@ -148,18 +159,18 @@ def logical_state(engine: DeepSpeedEngine) -> dict[str, LogicalTensor]:
     trainable = {engine.param_names[p]: p for p in engine.module.parameters() if p.requires_grad}
     kinds = _state_kinds(engine)
     for name, param in trainable.items():
-        shape = tuple(getattr(param, "ds_shape", param.shape))
+        shape = Part.of(name, param).logical_shape
         for kind in ("weight", *kinds):
             shapes[f"{kind}/{name}"] = (shape, torch.float32)
     for flat in _flats(engine):
         tensors = {"weight": flat.data} | {kind: state[flat.key][kind].view(-1) for kind in kinds}
         for segment in flat.segments:
             for kind, tensor in tensors.items():
-                key = f"{kind}/{segment.name}"
+                key = f"{kind}/{segment.part.name}"
                 pieces.setdefault(key, []).extend(_pieces(tensor, segment))
-                shapes[key] = (segment.shape, tensor.dtype)
-    for key, shape, dtype, parts in _untrained(engine):
-        shapes[key], pieces[key] = (shape, dtype), parts
+                shapes[key] = (segment.part.logical_shape, tensor.dtype)
+    for key, shape, dtype, held in _untrained(engine):
+        shapes[key], pieces[key] = (shape, dtype), held
     return {
         key: LogicalTensor(shape, dtype, tuple(pieces.get(key, ())))
         for key, (shape, dtype) in shapes.items()
@@ -167,10 +178,10 @@ def logical_state(engine: DeepSpeedEngine) -> dict[str, LogicalTensor]:
 
 
 def _pieces(flat: Tensor, segment: Segment) -> Iterator[Piece]:
-    offset = segment.offset
-    for offsets, sizes in boxes_of_range(segment.shape, segment.start, segment.stop):
+    offset, part = segment.offset, segment.part
+    for offsets, sizes in boxes_of_range(part.shape, segment.start, segment.stop):
         count = math.prod(sizes)
-        yield Piece(offsets, flat[offset : offset + count].view(sizes))
+        yield from pieces_of(flat[offset : offset + count].view(sizes), offsets, part.shard)
         offset += count
 
 
@@ -182,20 +193,18 @@ def _untrained(
     for name, param in module.named_parameters():
         if param.requires_grad:
             continue
+        part = Part.of(name, param)
         if hasattr(param, "ds_tensor"):
             segment = _zero3_segment(name, param, offset=0)
-            pieces = [] if segment is None else list(_pieces(param.ds_tensor.data, segment))
-            yield f"weight/{name}", tuple(param.ds_shape), param.dtype, pieces
+            held = [] if segment is None else list(_pieces(param.ds_tensor.data, segment))
         else:
-            yield f"weight/{name}", tuple(param.shape), param.dtype, [_whole(param.data)]
+            held = part.whole(param.data)
+        yield f"weight/{name}", part.logical_shape, param.dtype, held
     persistent = set(module.state_dict(keep_vars=True)) - {n for n, _ in module.named_parameters()}
     for name, buffer in module.named_buffers():
         if name in persistent:
-            yield f"buffer/{name}", tuple(buffer.shape), buffer.dtype, [_whole(buffer)]
-
-
-def _whole(tensor: Tensor) -> Piece:
-    return Piece((0,) * tensor.dim(), tensor)
+            part = Part.of(name, buffer)
+            yield f"buffer/{name}", part.logical_shape, buffer.dtype, part.whole(buffer)
 
 
 def _state_kinds(engine: DeepSpeedEngine) -> tuple[str, ...]:
@@ -284,3 +293,108 @@ def publish(engine: DeepSpeedEngine) -> None:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
     elif isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
         optimizer.update_lp_params()
+
+
+# -- gradients, between the last backward pass and the step ---------------------------------------
+
+Gradients = Iterator[tuple[nn.Parameter, Tensor]]
+
+
+def _plain_gradients(engine: DeepSpeedEngine) -> Gradients:
+    return ((p, p.grad) for p in engine.module.parameters() if p.grad is not None)
+
+
+def _bf16_gradients(engine: DeepSpeedEngine) -> Gradients:
+    """Whole on every rank: the norm and the clipping are of these, the step of a part."""
+    optimizer = engine.optimizer
+    for params, gradients in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients):
+        yield from zip(params, gradients)
+
+
+def _zero12_gradients(engine: DeepSpeedEngine) -> Gradients:
+    """Of each parameter that this rank has a part of, that part."""
+    optimizer = engine.optimizer
+    if optimizer.cpu_offload:
+        optimizer._wait_for_offload_copies()
+    for index, params in enumerate(optimizer.params_in_partition):
+        if optimizer.cpu_offload:
+            flat = optimizer.single_partition_of_fp32_groups[index].grad
+            gradients = [_placed(flat, optimizer, param) for param in params]
+        else:
+            held = optimizer.averaged_gradients[index]
+            gradients = [g for g in held if not getattr(g, "_zero_padding", False)]
+        yield from zip(params, gradients)
+
+
+def _zero3_gradients(engine: DeepSpeedEngine) -> Gradients:
+    """Of each parameter this rank's part, with the padding that makes parts equal."""
+    optimizer = engine.optimizer
+    for index, params in enumerate(optimizer.fp16_groups):
+        if optimizer.offload_optimizer:
+            flat = optimizer.fp32_partitioned_groups_flat[index].grad
+            gradients = [_placed(flat, optimizer, param) for param in params]
+        else:
+            gradients = optimizer.averaged_gradients[index]
+        yield from zip(params, gradients)
+
+
+def _placed(flat: Tensor, optimizer: Any, param: nn.Parameter) -> Tensor:
+    """Where DeepSpeed has copied a gradient to, with offload."""
+    *_, offset, count = optimizer.grad_position[optimizer.get_param_id(param)]
+    return flat.view(-1).narrow(0, offset, count)
+
+
+def _partial(engine: DeepSpeedEngine) -> Gradients:
+    return (x for x in _layout(engine).gradients(engine) if getattr(x[0], "tp_partial", False))
+
+
+def partial_gradients(engine: DeepSpeedEngine) -> list[Tensor]:
+    """What this rank holds of the accumulated gradients, averaged over dp x cp, of parameters that
+    carry ``tp_partial``: views on what the step will use.
+
+    Only between the last backward pass and the step. On all ranks of a tp group, which hold equal
+    shapes of every parameter, the lists have equal shapes.
+    """
+    return [gradient for _, gradient in _partial(engine)]
+
+
+@torch.no_grad()
+def sum_partial_gradients(engine: DeepSpeedEngine, group: dist.ProcessGroup) -> None:
+    """Sum them over tp, in one flat buffer a dtype. Once a step, see ``partial_gradients``.
+
+    Collective: ``group``, tp; nothing is sent where no parameter is partial.
+    """
+    found = list(_partial(engine)) if group.size() > 1 else []
+    for dtype in dict.fromkeys(gradient.dtype for _, gradient in found):
+        gradients = [gradient for _, gradient in found if gradient.dtype == dtype]
+        flat = torch.cat([gradient.reshape(-1).to(engine.device) for gradient in gradients])
+        all_reduce(flat, group, purpose="replicated gradients")
+        for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients])):
+            gradient.copy_(total.view_as(gradient))
+    norms = getattr(engine.optimizer, "norm_for_param_grads", None)
+    if norms is not None:  # with offload: DeepSpeed took them when it copied the gradients
+        norms.update((engine.optimizer.get_param_id(p), g.double().norm()) for p, g in found)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a wrapper of DeepSpeed lays out state and gradients."""
+
+    wrapper: type
+    flats: Callable[[DeepSpeedEngine], Iterator[Flat]]
+    gradients: Callable[[DeepSpeedEngine], Gradients]
+
+
+_LAYOUTS = (
+    _Layout(BF16_Optimizer, _bf16_flats, _bf16_gradients),
+    _Layout(DeepSpeedZeroOptimizer_Stage3, _zero3_flats, _zero3_gradients),
+    _Layout(DeepSpeedZeroOptimizer, _zero12_flats, _zero12_gradients),
+    _Layout(torch.optim.Optimizer, _plain_flats, _plain_gradients),
+)
+
+
+def _layout(engine: DeepSpeedEngine) -> _Layout:
+    for layout in _LAYOUTS:
+        if isinstance(engine.optimizer, layout.wrapper):
+            return layout
+    raise TypeError(f"{type(engine.optimizer).__name__}: an optimizer of DeepSpeed unknown here")

@@ -172,15 +172,22 @@ def _enter(rank: int, world_size: int, folder: str) -> None:
 
 def _leave() -> None:
     """Forget the case: DeepSpeed keeps its communicator, the user's mpu and the running numbers
-    of parameters and modules, which it compares across ranks, in globals."""
+    of parameters and modules, which it compares across ranks, in globals. ZeRO-3 also replaces
+    torch's linear function, after which gradients come in another order than on ranks that have
+    not run it; ZeRO-2 would reduce them with each other."""
     import gc
 
     import torch.distributed as dist
+    import torch.nn.functional as F
     from deepspeed.comm import comm
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-    from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.runtime.zero.partition_parameters import (
+        Init,
+        InsertPostInitMethodToModuleSubClasses,
+    )
     from deepspeed.utils import groups
 
+    F.linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", F.linear)
     groups.mpu = None
     comm.cdb = None
     Init.param_id = 0

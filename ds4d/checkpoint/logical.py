@@ -12,11 +12,13 @@ writes in place. Names are ``KIND/NAME``:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Sequence
 
 import torch
+
+from ds4d.tensor_parallel.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,24 @@ class LogicalTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
+
+
+def pieces_of(
+    box: torch.Tensor, offsets: tuple[int, ...], shard: Shard | None
+) -> Iterator[Piece]:
+    """A box of what a rank holds of a tensor as boxes of the logical tensor; views.
+
+    Args:
+        offsets: where in the rank's part it starts.
+        shard: how the part was cut; None: it is the logical tensor.
+    """
+    if shard is None:
+        yield Piece(offsets, box)
+        return
+    dim = shard.dim
+    for skipped, start, length in shard.pieces(offsets[dim], box.shape[dim]):
+        at = (*offsets[:dim], start, *offsets[dim + 1 :])
+        yield Piece(at, box.narrow(dim, skipped, length))
 
 
 def boxes_of_range(

@@ -1,7 +1,7 @@
 """DCP's storage: one safetensors file a rank, and one index of where every box lies.
 
 safetensors is a JSON header and raw bytes: nothing in it is executed, any tool reads it, and a
-reader maps just the bytes it needs. The library writes a file from tensors that are all in host
+reader reads just the boxes it needs. The library writes a file from tensors that are all in host
 memory; a rank's share of a checkpoint may be larger than that, so the header, which follows from
 the plan, is written first and the pieces after it, a few MiB at a time.
 """
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Iterator
 
 import torch
-from safetensors import safe_open
 from torch.distributed.checkpoint import (
     LoadPlan,
     LoadPlanner,
@@ -37,16 +36,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ds4d.checkpoint.files import DurableFile, FileRecord, write_json
+from ds4d.tensor_file import DTYPES, TensorFile
 
 INDEX = "index.json"
 STAGING_BYTES = 1 << 24  # what is copied from a device, hashed and written at a time
 
-SAFETENSORS_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
-}  # fmt: skip
+SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class SafetensorsWriter(StorageWriter):
@@ -125,10 +120,11 @@ class SafetensorsReader(StorageReader):
         for item in plan.items:
             by_file[self.metadata.storage_data[item.storage_index]].append(item)
         for name, items in by_file.items():
-            with safe_open(self.folder / name, framework="pt") as file:
+            with TensorFile(self.folder / name) as file:
                 for item in items:
                     target = planner.resolve_tensor(item)
-                    target.copy_(_read_box(file, item))
+                    box = [slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths)]
+                    target.copy_(file.read(_key(item.storage_index), box))
                     planner.commit_tensor(item, target)
         return _done(None)
 
@@ -189,17 +185,14 @@ def _key(index: MetadataIndex) -> str:
 
 def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
     """A tensor's bytes in row-major order, in host memory, a staging block at a time."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    if not tensor.is_contiguous():  # columns that a rank holds: copied some rows at a time
+        rows = max(1, STAGING_BYTES // max(1, tensor[0].nbytes))
+        for part in tensor.split(rows):
+            yield from _blocks(part.contiguous())
+        return
+    flat = tensor.detach().view(-1)
     for block in flat.split(STAGING_BYTES // flat.itemsize):
         yield memoryview(block.cpu().view(torch.uint8).numpy())
-
-
-def _read_box(file: Any, item: ReadItem) -> torch.Tensor:
-    key = _key(item.storage_index)
-    if not item.lengths:
-        return file.get_tensor(key)
-    box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths))
-    return file.get_slice(key)[box]
 
 
 def _done(value: Any) -> Future:

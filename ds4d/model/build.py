@@ -26,6 +26,7 @@ from ds4d.model.config import model_folder
 from ds4d.model.initial import InitialValues
 from ds4d.model.meta import logical_model, meta_model
 from ds4d.model.weights import Weights
+from ds4d.tensor_parallel.shard import Shard
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -84,22 +85,26 @@ def build_model(
     return built
 
 
-class Stored(Protocol):
-    """Some of a model's tensors, by its names for them."""
+class Values(Protocol):
+    """A model's tensors by its names for them, on the CPU; with a shard, a tp rank's part."""
+
+    def __call__(self, name: str, shard: Shard | None = None) -> Tensor: ...
+
+
+class Stored(Values, Protocol):
+    """Some of a model's tensors."""
 
     def __contains__(self, name: str) -> bool: ...
 
-    def __call__(self, name: str) -> Tensor: ...
 
-
-def stored_or_initial(stored: Stored, initial: InitialValues) -> Callable[[str], Tensor]:
+def stored_or_initial(stored: Stored, initial: InitialValues) -> Values:
     """Buffers that are computed, like rotary frequencies, are in no file: the rest is."""
-    return lambda name: stored(name) if name in stored else initial(name)
+    return lambda name, shard=None: (stored if name in stored else initial)(name, shard)
 
 
 def fill(
     model: PreTrainedModel,
-    values: Callable[[str], Tensor],
+    values: Values,
     *,
     device: torch.device | str,
     partition: Callable[[nn.Module], None] | None = None,
@@ -107,7 +112,8 @@ def fill(
     """Give a model on meta memory and values, module by module, children first.
 
     Args:
-        values: a fresh tensor on the CPU by its name; it is asked once for tied names.
+        model: with logical shapes, or a tp rank's part of it, its cut tensors with ``tp_shard``.
+        values: asked once for tied names.
         partition: see ``build_model``.
     """
     done: set[Tensor] = set()
@@ -117,12 +123,18 @@ def fill(
             if tensor in done:
                 continue
             name = f"{path}.{name}" if path else name
-            value = values(name).to(device=device, dtype=_dtype_of(name, tensor, model))
-            _become(tensor, value)
+            dtype = _dtype_of(name, tensor, model)
+            _become(tensor, _value(values, name, tensor).to(device=device, dtype=dtype))
             done.add(tensor)
             new_parameters |= isinstance(tensor, nn.Parameter)
         if new_parameters and partition is not None:
             partition(module)
+
+
+def _value(values: Values, name: str, tensor: Tensor) -> Tensor:
+    value = values(name, getattr(tensor, "tp_shard", None))
+    assert value.shape == tensor.shape, f"{name}: {value.shape} instead of {tensor.shape}"
+    return value
 
 
 def _children_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
+from ds4d.tensor_parallel.shard import Shard, part_of
+
 
 class InitialValues:
     """``InitialValues(model, seed=seed)(name)`` is the initial value of that tensor.
@@ -44,8 +46,9 @@ class InitialValues:
             self._holders[tensor].append(name)
 
     @torch.no_grad()
-    def __call__(self, name: str) -> Tensor:
-        """The full logical tensor, on the CPU; floating ones in fp32.
+    def __call__(self, name: str, shard: Shard | None = None) -> Tensor:
+        """The logical tensor, or a rank's part of it, on the CPU; floating ones in fp32. All of it
+        is drawn, so that a part is the same numbers whatever the number of ranks.
 
         Raises:
             ValueError: transformers has no rule that gives this tensor a value.
@@ -65,7 +68,7 @@ class InitialValues:
             torch.utils.swap_tensors(target, value)
         if _is_unset(value):
             raise self._no_value(name)
-        return value.detach()
+        return part_of(value.detach(), shard)
 
     def _no_value(self, name: str) -> ValueError:
         return ValueError(

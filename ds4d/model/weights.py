@@ -4,8 +4,8 @@ What a file holds and what the model wants differ: names were changed, experts a
 one and used as one tensor, packed projections are split. transformers knows these conversions; here
 they are first all run on meta tensors of the files' shapes. That costs no reading and tells, before
 anything is read, which file tensors make which model tensor and everything that does not fit. A
-model tensor is then made by reading only its own sources, by plain reads rather than memory maps:
-a process holds what it is converting now and no more.
+model tensor is then made by reading only its own sources, and of a source that is used as it is
+stored only this rank's part: a process holds what it is converting now and no more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -30,6 +30,9 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+
+from ds4d.tensor_file import TensorFile
+from ds4d.tensor_parallel.shard import Shard, part_of
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +74,7 @@ class Weights:
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
         self._model = model
         self._files = {path: _open(path) for path in _weight_files(folder)}
-        self._where = {name: f for f in self._files.values() for name in f.keys()}
+        self._where = {name: file for file in self._files.values() for name in file.names}
         self._ties = dict(model.all_tied_weights_keys)
         wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
         groups, unused = _group(self._where, model, wanted)
@@ -110,18 +113,18 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return any(tied in self._groups for tied in self._names(name))
 
-    def __call__(self, name: str, box: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor, or a box of it, on the CPU and in the file's dtype.
+    def __call__(self, name: str, shard: Shard | None = None) -> Tensor:
+        """The tensor, or a rank's part of it, on the CPU and in the file's dtype.
 
-        A box of a tensor that is stored as it is used is read alone; else its sources are read.
+        A part of a tensor that is stored as it is used is read alone; else its sources are read.
 
         Raises:
             ValueError: tied names have different tensors in the file.
         """
         found = [tied for tied in self._names(name) if tied in self._groups]
-        tensor = self._make(found[0], box)
+        tensor = self._make(found[0], shard)
         for other in found[1:]:
-            if not torch.equal(tensor, self._make(other, box)):
+            if not torch.equal(tensor, self._make(other, shard)):
                 raise ValueError(
                     f"ds4d.model.path: config.json ties {other} to {found[0]}, but the files hold "
                     'two different tensors; set "tie_word_embeddings": false in config.json'
@@ -133,16 +136,18 @@ class Weights:
         source = self._ties.get(name, name)
         return [source, *(tied for tied, of in self._ties.items() if of == source)]
 
-    def _make(self, name: str, box: tuple[slice, ...]) -> Tensor:
+    def _make(self, name: str, shard: Shard | None) -> Tensor:
         group = self._groups[name]
         if group.converter is None:
             ((source,),) = group.sources.values()
-            return self._where[source].get_slice(source)[box or ...]
-        return group.make(lambda n: self._where[n].get_tensor(n), self._model)[name][box or ...]
+            file = self._where[source]
+            if shard is None:
+                return file.read(source)
+            return shard.cut(lambda box: file.read(source, box), file.shape(source))
+        return part_of(group.make(lambda n: self._where[n].read(n), self._model)[name], shard)
 
     def _meta(self, source: str) -> Tensor:
-        shape = self._where[source].get_slice(source).get_shape()
-        return torch.empty(shape, dtype=torch.float32, device="meta")
+        return torch.empty(self._where[source].shape(source), dtype=torch.float32, device="meta")
 
 
 def _group(
@@ -197,9 +202,9 @@ def _weight_files(folder: Path) -> list[Path]:
     )
 
 
-def _open(path: Path):
+def _open(path: Path) -> TensorFile:
     try:
-        return safe_open(path, framework="pt", backend="pread")
+        return TensorFile(path)
     except SafetensorError as error:
         raise ValueError(
             f"ds4d.model.path: {path} ({path.stat().st_size} bytes) is damaged or cut short: "

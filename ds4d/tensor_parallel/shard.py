@@ -68,6 +68,11 @@ class Shard:
             local += stop - start
 
 
+def part_of(tensor: Tensor, shard: Shard | None) -> Tensor:
+    """A rank's part of a logical tensor, perhaps a view; None: all of it."""
+    return tensor if shard is None else shard.cut(tensor.__getitem__, tuple(tensor.shape))
+
+
 def even(dim: int, size: int, rank: int, ranks: int, *, padded: bool = False) -> Shard:
     """Equal stretches, one a rank.
 

@@ -15,6 +15,7 @@ from ds4d.model.build import build_model
 from ds4d.model.config import hf_config
 from ds4d.model.meta import logical_model
 from ds4d.model.weights import Weights
+from ds4d.tensor_parallel.shard import Shard, part_of
 from tests.unit.model_families import FAMILIES, fields
 
 IDS = torch.arange(24).view(2, 12) % 90 + 3
@@ -59,15 +60,16 @@ def test_is_what_from_pretrained_loads(family, dtype, tmp_path):
         assert torch.equal(ours(input_ids=IDS, use_cache=False).logits, expected)
 
 
-def test_several_files_and_boxes(tmp_path):
+def test_several_files_and_parts(tmp_path):
     save("mixtral", tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     weights = Weights(tmp_path, logical_model(hf_config(ModelConfig(path=str(tmp_path)))))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     experts = "model.layers.1.mlp.experts.gate_up_proj"
     for name in ("model.embed_tokens.weight", experts):
-        box = (slice(1, 3), slice(0, 16))
-        assert torch.equal(weights(name, box), theirs[name][box])
+        rows, columns = theirs[name].shape[:2]
+        for shard in (Shard(0, rows, ((1, 3),)), Shard(1, columns, ((0, 4), (9, 12)), 1)):
+            assert torch.equal(weights(name, shard), part_of(theirs[name], shard))
         assert torch.equal(weights(name), theirs[name])
 
 
