@@ -11,6 +11,7 @@ that autograd knows are those of Megatron-LM (formulas.md 3, "Mappings"):
     ``scatter_sum``   sum, keep shard   gather
     ``gather_complete`` gather          own stretch
     ``gather_last``   gather columns    sum, keep own columns
+    ``gather_last_complete`` same       own columns
     ``split_last``    own columns       zeros elsewhere
     ``sum_both_ways`` sum               sum
 
@@ -284,6 +285,22 @@ class _GatherLast(torch.autograd.Function):
 def gather_last(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Tensor:
     """[..., C] -> [..., t * C]; partial gradients are summed."""
     return x if group.size() == 1 else _GatherLast.apply(x, group, purpose)
+
+
+class _GatherLastComplete(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup, purpose: str) -> Tensor:
+        ctx.group = group
+        return torch.ops.ds4d.gather_last(x, group.group_name, purpose)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return split_last(grad, ctx.group), None, None
+
+
+def gather_last_complete(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Tensor:
+    """[..., C] -> [..., t * C], for what every rank then computes alike."""
+    return x if group.size() == 1 else _GatherLastComplete.apply(x, group, purpose)
 
 
 def split_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -2,8 +2,8 @@
 
 What happens in a step, and who takes part:
 
-1. count: the valid targets of all micro-batches, summed over dp x cp; under way while the first
-   forward pass runs;
+1. count: the valid targets of all micro-batches, summed over dp x cp. Before the first forward
+   pass, which computes the first gradients: those that logits get;
 2. each micro-batch: forward, loss = (sum over its targets) * dp * cp / count, backward. DeepSpeed
    averages gradients over dp x cp; the factor undoes it, so that what is accumulated is the
    gradient of the mean over the global batch, however unequal the counts;
@@ -35,7 +35,7 @@ from ds4d.comm import all_reduce
 from ds4d.config.deepspeed_json import to_deepspeed
 from ds4d.config.types import RunConfig
 from ds4d.data.batch import MicroBatch
-from ds4d.loss import count_targets, sum_loss
+from ds4d.loss import Objective, count_targets, sum_loss
 from ds4d.mesh import DeepSpeedMpu, Mesh
 from ds4d.optim import build_optimizer, build_scheduler
 
@@ -125,9 +125,17 @@ def _partition_for(config: dict[str, Any], mpu: DeepSpeedMpu) -> Partition:
 class Engine:
     """One model on one layout. Every method is collective over the world unless it says so."""
 
-    def __init__(self, module: nn.Module, engine: DeepSpeedEngine, mesh: Mesh, device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        engine: DeepSpeedEngine,
+        mesh: Mesh,
+        device: torch.device,
+        objective: Objective,
+    ) -> None:
         self.module = module
         self.device = device
+        self.objective = objective
         self._engine = engine
         self._mesh = mesh
         self._group = mesh.group("dp_cp")
@@ -173,7 +181,8 @@ class Engine:
             config=config,
             config_class=DeepSpeedConfig(config, mpu),
         )
-        return cls(model, engine, mesh, device)
+        objective = Objective(run.training.label_smoothing, run.training.z_loss)
+        return cls(model, engine, mesh, device, objective)
 
     @property
     def lr(self) -> float:
@@ -194,24 +203,23 @@ class Engine:
         lr = self.lr
         loss_sum = torch.zeros((), dtype=torch.float32, device=self.device)
         tokens = sum(count_targets(batch.targets) for batch in micro_batches).to(self.device)
-        counting = dist.all_reduce(tokens, group=self._group, async_op=True)
+        dist.all_reduce(tokens, group=self._group)
+        scale = self._group_size / tokens.clamp(min=1)
+        loss_scale = engine.optimizer.loss_scale if engine.fp16_enabled() else 1.0
         skipped_before = engine.skipped_steps
         engine.train()
-        for index, batch in enumerate(micro_batches):
+        for batch in micro_batches:
             batch = batch.to(self.device)
-            loss = sum_loss(self._engine, batch)
-            if index == 0:
-                counting.wait()
-            loss = loss / tokens.clamp(min=1)
+            loss = sum_loss(self._engine, batch, self.objective, scale=scale * loss_scale)
             loss_sum += loss.detach()
-            engine.backward(loss * self._group_size, scale_wrt_gas=False)
+            engine.backward(loss * scale, scale_wrt_gas=False)
             if engine.is_gradient_accumulation_boundary():
                 optimizer_state.sum_partial_gradients(engine, self._mesh.group("tp"))
             engine.step()
         dist.all_reduce(loss_sum, group=self._group)
         norm = engine.get_global_grad_norm()
         return StepResult(
-            loss=float(loss_sum),
+            loss=float(loss_sum / tokens.clamp(min=1)),
             grad_norm=float("nan") if norm is None else float(norm),
             tokens=int(tokens),
             lr=lr,
@@ -222,6 +230,8 @@ class Engine:
     @torch.no_grad()
     def eval_step(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """(sum of token losses, count of valid targets), float64 scalars, of this rank alone.
+
+        The likelihood alone: label smoothing and z-loss are for training.
 
         Every rank must call as often, for under ZeRO-3 the forward pass is collective.
         """
@@ -288,8 +298,9 @@ def find_nonfinite(engine: Engine, micro_batches: Sequence[MicroBatch]) -> str |
     for batch in micro_batches:
         batch = batch.to(engine.device)
         # a mean, as in training: fp16 would overflow elsewhere with the sum
-        loss = sum_loss(engine._engine, batch) / count_targets(batch.targets).clamp(min=1)
-        engine._engine.backward(loss, scale_wrt_gas=False)
+        scale = 1 / count_targets(batch.targets).clamp(min=1)
+        loss = sum_loss(engine._engine, batch, engine.objective, scale=scale)
+        engine._engine.backward(loss * scale, scale_wrt_gas=False)
     for handle in handles:
         handle.remove()
     everyone: list[str | None] = [None] * dist.get_world_size()

@@ -160,7 +160,7 @@ class Trainer:
         )
         self.total_steps = total_steps(run, len(data.train))
         self.progress = Progress()
-        seed_everything(run.training.seed, dist.get_rank(self.mesh.group("dp_cp")))
+        seed_everything(run.training.seed, self.mesh.dropout_rank)
         attention.register()
         self.hf_config = hf_config(
             run.model, vocab_size=data.vocab_size, tokenizer=data.tokenizer
@@ -179,6 +179,7 @@ class Trainer:
                 attn_implementation=attention.implementation_for(self.hf_config),
                 recompute=run.recompute,
                 partition=partition,
+                tp=self.mesh.tensor_parallel(),
             ),
             device=device,
             total_steps=self.total_steps,

@@ -27,9 +27,12 @@ WITHOUT_EFFECT = {
             "pipeline.split": "pp",
             "context.method": "cp",
             "context.ulysses_size": "cp",
-            "parallel.sequence_parallel": "tp",
         }.items()
     },
+    "ds4d.parallel.sequence_parallel": (
+        lambda draft: draft.degree("tp") > 1 or not draft.sequence_parallel,
+        "ds4d.parallel.tp is 1",
+    ),
     "activation_checkpointing": (
         lambda draft: draft.get("ds4d.recompute") != "none",
         "ds4d.recompute is none",

@@ -21,18 +21,22 @@ from torch.utils.checkpoint import (
 )
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ds4d import comm  # noqa: F401 (its operators)
 from ds4d.config.types import ModelConfig
 from ds4d.model.config import model_folder
 from ds4d.model.initial import InitialValues
 from ds4d.model.meta import logical_model, meta_model
 from ds4d.model.weights import Weights
+from ds4d.tensor_parallel.inject import inject
 from ds4d.tensor_parallel.shard import Shard
+from ds4d.tensor_parallel.state import NoGroup, TensorParallel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 aten = torch.ops.aten
 # What "selective" keeps: the products, which are most of the arithmetic. What lies between them
-# (norms, activations, rotary, the scores of unfused attention) is cheap and is computed again.
+# (norms, activations, rotary, the scores of unfused attention) is cheap and is computed again. And
+# what came over the network.
 KEPT = frozenset(
     {
         aten.mm.default,
@@ -43,6 +47,9 @@ KEPT = frozenset(
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.ds4d.all_reduce.default,
+        torch.ops.ds4d.reduce_scatter.default,
+        torch.ops.ds4d.gather_last.default,
     }
 )
 
@@ -57,6 +64,7 @@ def build_model(
     attn_implementation: str,
     recompute: str = "none",
     partition: Callable[[nn.Module], None] | None = None,
+    tp: TensorParallel | None = None,
 ) -> PreTrainedModel:
     """Build the model in train mode, with its weights read or drawn.
 
@@ -68,6 +76,7 @@ def build_model(
             "selective" (``KEPT`` is kept too).
         partition: gets each module that owns parameters as soon as these are filled; modules
             below it had their turn. A tied parameter is there once, in the module that comes first.
+        tp: whose rank's part is built; None: one rank's, which is the whole model.
 
     Raises:
         ValueError: the folder does not fit the config, or the model has no initial values.
@@ -76,6 +85,9 @@ def build_model(
     """
     built = meta_model(config, dtype=dtype, attn_implementation=attn_implementation)
     built.config.use_cache = False
+    tp = TensorParallel(NoGroup()) if tp is None else tp
+    tp.recompute = recompute
+    inject(built, tp)
     logical = logical_model(config)
     values = InitialValues(logical, seed=seed)
     if model.path is not None:

@@ -10,7 +10,6 @@ ranks look at are summed on their way back. (Megatron-LM does so for K < t.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from ds4d import comm
 from ds4d.tensor_parallel.state import TensorParallel
 
-Arrange = Callable[[Tensor], Tensor]
+GATHERED = "gathered outputs"
 
 
 @dataclass(frozen=True)
@@ -77,5 +76,13 @@ def choose_packed(y: Tensor, tp: TensorParallel, heads: Heads) -> Tensor:
 
 def gather(y: Tensor, tp: TensorParallel, features: int) -> Tensor:
     """All ``features`` output features on every rank, without padding. Collective: tp."""
-    whole = comm.gather_last(y, tp.group, purpose="gathered outputs")
-    return whole if whole.shape[-1] == features else whole.narrow(-1, 0, features)
+    return _unpadded(comm.gather_last(y, tp.group, purpose=GATHERED), features)
+
+
+def gather_complete(y: Tensor, tp: TensorParallel, features: int) -> Tensor:
+    """The same outside of blocks, where gradients are complete on every rank. Collective: tp."""
+    return _unpadded(comm.gather_last_complete(y, tp.group, purpose=GATHERED), features)
+
+
+def _unpadded(y: Tensor, features: int) -> Tensor:
+    return y if y.shape[-1] == features else y.narrow(-1, 0, features)

@@ -91,7 +91,7 @@ def _cut_layers(model: PreTrainedModel, tp: TensorParallel, memo) -> list[str]:
     for path in blocks:
         _cut_block(cut, path, blocks)
     for path in _loose(cut, blocks):
-        _replace_linear(cut, path, None, loose=True, exits=True)
+        _replace_linear(cut, path, None, loose=True)
     _mark_partial(cut, blocks)
     return blocks
 
@@ -117,11 +117,12 @@ def _parent(path: str) -> str:
 def _find_blocks(cut: _Model) -> list[str]:
     """Paths of the modules at whose input the sequence is whole and gradients are summed.
 
-    The parent of a cut layer, or, with experts, the module that holds them and all beside them.
-    A parent that holds other blocks (a decoder layer) is none: its own layers are loose.
+    The parent of a row-parallel layer, whose outputs are summed; or, with experts, the module that
+    holds them and all beside them. A parent that holds other blocks (a decoder layer) is none: its
+    own layers are loose, each a block of its own.
     """
     sparse = {_parent(p) for p, style in cut.styles.items() if style == "experts"}
-    parents = {_parent(p) for p, style in cut.styles.items() if style in (*COLUMNS, *ROWS)}
+    parents = {_parent(p) for p, style in cut.styles.items() if style in ROWS}
     parents.discard("")
     inner = {p for p in parents if any(p.startswith(f"{s}.") for s in sparse)}
     found = sorted(sparse | parents - inner)
@@ -150,7 +151,7 @@ def _cut_block(cut: _Model, path: str, blocks: list[str]) -> None:
         attention.check_heads(cut.name, heads, tp.size)
     for child, style in inside.items():
         if style in (*COLUMNS, *ROWS):
-            _replace_linear(cut, child, heads, loose=False, exits=not sparse)
+            _replace_linear(cut, child, heads, exits=not sparse)
         elif isinstance(style, Cut) or style == "by_head":
             _cut_parameter(cut, child, style, heads)
         elif style == "norm_over_heads":
@@ -165,6 +166,7 @@ def _cut_block(cut: _Model, path: str, blocks: list[str]) -> None:
     )
     block.register_forward_pre_hook(partial(_enter_hook, tp, early), with_kwargs=True)
     if sparse:
+        _check_whole_beside_experts(cut, path, inside)
         block.register_forward_hook(partial(_leave_hook, tp))
 
 
@@ -205,8 +207,12 @@ def _local(cut: _Model, param: nn.Parameter, shard: Shard) -> nn.Parameter:
 
 
 def _replace_linear(
-    cut: _Model, path: str, heads: Heads | None, *, loose: bool, exits: bool
+    cut: _Model, path: str, heads: Heads | None, *, loose: bool = False, exits: bool = True
 ) -> None:
+    """Args:
+    loose: it stands in no block, and is one.
+    exits: a row-parallel layer sums its outputs itself; else the block does at its end.
+    """
     layer, style, tp = cut.module(path), cut.styles[path], cut.tp
     if not hasattr(layer, "weight") or layer.weight.dim() != 2:
         raise ValueError(
@@ -226,7 +232,10 @@ def _replace_linear(
             layer, tp, transposed=transposed, exits=exits, splits=splits, real=real
         )
     else:
-        shard, arranged = _columns(cut, path, layer.weight.shape[out_dim], style, heads)
+        features = layer.weight.shape[out_dim]
+        shard, arranged = _columns(cut, path, features, style, heads)
+        if loose and style == "colwise_gather_output":
+            arranged = partial(arrange.gather_complete, tp=tp, features=features)
         layer.weight = _local(cut, layer.weight, _at(shard, out_dim))
         if layer.bias is not None:
             layer.bias = _local(cut, layer.bias, _at(shard, 0))
@@ -343,6 +352,18 @@ def _check_nothing_forgotten(
             f"for each of {heads.total} or {heads.kv_total} heads, but the plan does not say how "
             f"it is cut; {HOW_TO_ADD}"
         )
+
+
+def _check_whole_beside_experts(cut: _Model, path: str, inside: dict[str, Style]) -> None:
+    """What is whole and adds to the output of a block with experts would be added by each rank."""
+    for name, child in cut.module(path).named_children():
+        linear = [p for p, m in child.named_modules() if isinstance(m, nn.Linear | Conv1D)]
+        adds_bias = isinstance(child, nn.Linear) and child.bias is not None
+        if f"{path}.{name}" not in inside and (any(linear) or adds_bias):
+            raise ValueError(
+                f"{path}.{name} of this {cut.name} stands beside experts, but the plan does not "
+                f"say how it is cut; {HOW_TO_ADD}"
+            )
 
 
 def _mark_partial(cut: _Model, blocks: list[str]) -> None:

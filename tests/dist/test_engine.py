@@ -16,6 +16,7 @@ from ds4d.config.types import (
     PrecisionConfig,
     RunConfig,
     SourceConfig,
+    TrainingConfig,
 )
 from tests.harness import run_distributed
 from tests.reference import (
@@ -64,7 +65,10 @@ def make_run(*, stage, dp, micro, optimizer=ADAMW, clip=CLIP, precision="fp32", 
 
 
 def build(dtype, partition, frozen=(), **changes):
+    from ds4d.tensor_parallel.vocab import install_head
+
     model = tiny_model(dtype=dtype, **changes)
+    install_head(model)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     if partition is not None:
@@ -159,6 +163,34 @@ def test_every_gradient_equals_one_plain_process(dp):
         for name, expected in reference.gradients.items():
             gradient = (before[name] - state[f"weight/{name}"]) / SGD["params"]["lr"]
             assert relative(gradient, expected) < 1e-5, (stage, name)
+
+
+OBJECTIVE = {"label_smoothing": 0.1, "z_loss": 1e-2}
+
+
+def losses_of(run, batch):
+    """Training loss, and (sum, count) of the held-out loss on this rank, of one batch."""
+    engine = make_engine(run)
+    micro_batches = share(batch, run)
+    loss = engine.train_step(micro_batches).loss
+    sums = [torch.stack(engine.eval_step(micro)) for micro in micro_batches]
+    return loss, [float(x) for x in sum(sums)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_smoothing_and_z_loss_are_of_the_training_loss_alone(stage):
+    run = make_run(stage=stage, dp=2, micro=2, optimizer={"type": "SGD", "params": {"lr": 0.0}})
+    run = run.replace(training=TrainingConfig(**OBJECTIVE))
+    batch, model = global_batches()[0], tiny_model()
+    targets = batch.targets.flatten()
+    z = model(input_ids=batch.input_ids).logits.flatten(0, 1)[targets >= 0]
+    smoothed = torch.nn.functional.cross_entropy(z, targets[targets >= 0], label_smoothing=0.1)
+    trained = smoothed + 1e-2 * z.logsumexp(-1).square().mean()
+    plain = torch.nn.functional.cross_entropy(z, targets[targets >= 0])
+    ranks = run_distributed(losses_of, 2, run=run, batch=batch)
+    loss, tokens = (sum(rank[1][i] for rank in ranks) for i in (0, 1))
+    assert loss / tokens == pytest.approx(float(plain), rel=1e-5)
+    assert [rank[0] for rank in ranks] == pytest.approx([float(trained)] * 2, rel=1e-5)
 
 
 LOSS_SCALE = {"bf16": {}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}}}
