@@ -33,8 +33,10 @@ from ds4d.model.initial import InitialValues
 from ds4d.model.meta import logical_model, meta_model
 from ds4d.model.weights import Weights
 from ds4d.tensor_parallel.check import why_not_cut
+from ds4d.tensor_parallel.inject import inject
 from ds4d.tensor_parallel.shard import Shard
-from ds4d.tensor_parallel.state import TensorParallel
+from ds4d.tensor_parallel.state import NoGroup, TensorParallel
+from ds4d.tensor_parallel.vocab import install_head
 
 
 def load_model(
@@ -98,13 +100,15 @@ def _from_folder(
 ) -> PreTrainedModel:
     if tp is None or tp.size == 1:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        return AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype="auto",
             attn_implementation=attention.implementation_for(config),
             local_files_only=True,
         ).to(device)
+        install_head(model)
+        return model
     config = _config(folder)
     logical = logical_model(config)
     weights = Weights(folder, logical)
@@ -143,10 +147,7 @@ def _build(
 ) -> PreTrainedModel:
     implementation = attention.implementation_for(config)
     model = meta_model(config, dtype=dtype, attn_implementation=implementation)
-    if tp is not None and tp.size > 1:
-        from ds4d.tensor_parallel.inject import inject
-
-        inject(model, tp)
+    inject(model, TensorParallel(NoGroup()) if tp is None else tp)
     fill(model, stored_or_initial(stored, InitialValues(logical, seed=0)), device=device)
     return model
 

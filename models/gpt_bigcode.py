@@ -14,5 +14,4 @@ BLUEPRINT = Blueprint(
     },
     heads=lambda config: (config.n_head, 1 if config.multi_query else config.n_head),
     divided=("embed_dim",),
-    whole_after="transformer.ln_f",
 )

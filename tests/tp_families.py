@@ -44,6 +44,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama, 10 heads, 5 key heads": _with(
         "llama", COMMON, hidden_size=80, num_attention_heads=10, num_key_value_heads=5
     ),
+    "llama, 20 heads, 10 key heads": _with(
+        "llama", COMMON, hidden_size=80, num_attention_heads=20, num_key_value_heads=10
+    ),
+    "llama, 9 heads, 3 key heads": _with(
+        "llama", COMMON, hidden_size=72, num_attention_heads=9, num_key_value_heads=3
+    ),
     "mistral": _with("mistral", COMMON, WINDOW),
     "qwen2": _with("qwen2", COMMON),
     "qwen3": _with("qwen3", COMMON, head_dim=16),
@@ -78,9 +84,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": _with("cohere", COMMON, logit_scale=0.5),
     "cohere, norms by head": _with("cohere", COMMON, logit_scale=0.5, use_qk_norm=True),
     "smollm3": _with("smollm3", COMMON),
+    "persimmon": _with(
+        "persimmon", COMMON, drop=("num_key_value_heads",), hidden_size=64, hidden_dropout=0.0
+    ),
+    "gpt_bigcode": _with("gpt_bigcode", GPT2_LIKE, NO_DROPOUT),
+    "gpt_neo": _with(
+        "gpt_neo", vocab_size=101, hidden_size=48, num_layers=2, num_heads=4,
+        attention_types=[[["global", "local"], 1]], window_size=8, max_position_embeddings=64,
+        resid_dropout=0.0, embed_dropout=0.0, attention_dropout=0.0,
+    ),
+    "qwen2_moe": _with(
+        "qwen2_moe", COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+    ),
+    "deepseek_v3": _with(
+        "deepseek_v3", COMMON, num_key_value_heads=4, intermediate_size=64, n_group=1,
+        moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, topk_group=1,
+        kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+        first_k_dense_replace=1, n_shared_experts=1,
+    ),
     "mixtral": _with("mixtral", COMMON, MOE, intermediate_size=64),
     "gpt_oss": _with("gpt_oss", COMMON, MOE, WINDOW, head_dim=16, intermediate_size=64),
 }  # fmt: skip
 
 # They make their masks themselves, so their residual stream is not cut along the sequence.
-OWN_ATTENTION = ("bloom", "falcon, one key head", "falcon, groups", "falcon, alibi")
+OWN_ATTENTION = (
+    "bloom", "falcon, one key head", "falcon, groups", "falcon, alibi", "gpt_neo"
+)  # fmt: skip

@@ -74,7 +74,22 @@ def model_can_be_cut(draft: Draft) -> Problems:
         yield Problem("ds4d.parallel.tp", reason)
 
 
-@rule("ds4d.model", "ds4d.parallel.tp", "ds4d.parallel.sequence_parallel")
+# DeepSpeed makes groups of neighbouring ranks for these, which are those of a tp group.
+NOT_WITH_TP = ("zero_hpz_partition_size", "zero_quantized_gradients")
+
+
+@rule("zero_optimization", "ds4d.parallel.tp")
+def zero_groups_fit_tp(draft: Draft) -> Problems:
+    for name in NOT_WITH_TP if draft.degree("tp") > 1 else ():
+        if (value := draft.given(f"zero_optimization.{name}")) not in (None, False, 1):
+            yield Problem(
+                f"zero_optimization.{name}",
+                f"{show(value)} can't go with ds4d.parallel.tp {draft.degree('tp')}: DeepSpeed "
+                "would join ranks that hold parts of one matrix; leave it out",
+            )
+
+
+@rule("ds4d.model", "ds4d.data.seq_len", "ds4d.parallel")
 def sequence_can_be_cut(draft: Draft) -> Problems:
     if draft.degree("tp") > 1 and draft.given("ds4d.parallel.sequence_parallel") is True:
         if not draft.why_not_tp and (reason := draft.why_not_sequence_parallel):

@@ -71,7 +71,11 @@ class Draft:
     @cached_property
     def why_not_sequence_parallel(self) -> str | None:
         """Why its residual stream can't be cut along the sequence as well; None: it can."""
-        return self.model.why_not_cut(self.degree("tp"), sequence_parallel=True)
+        tp, length, limit = self.degree("tp"), self.given("ds4d.data.seq_len"), self.model.positions
+        padded = length + -length % tp
+        if limit is not None and length <= limit < padded:
+            return f"ds4d.data.seq_len {length} would be padded to {padded}, past {limit} positions"
+        return self.model.why_not_cut(tp, sequence_parallel=True)
 
     @property
     def sequence_parallel(self) -> bool:

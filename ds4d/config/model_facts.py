@@ -40,6 +40,11 @@ class ModelFacts:
         return max(positions, int(original * factor)) if original and factor else positions
 
     @property
+    def positions(self) -> int | None:
+        """Rows of a table of learned positions; None: there is none, or it is not known yet."""
+        return None if self.get("rope_parameters") else self.max_positions
+
+    @property
     def why_not_packed(self) -> str | None:
         """Why several documents in a sequence can't be kept apart; None: they can."""
         if self.config is None:

@@ -32,7 +32,7 @@ from ds4d.tensor_parallel.arrange import Heads
 from ds4d.tensor_parallel.blocks import enter
 from ds4d.tensor_parallel.layers import ColumnLinear, ParallelLinear, RowLinear, leave
 from ds4d.tensor_parallel.norm import NormOverHeads
-from ds4d.tensor_parallel.shard import Shard, even, packed
+from ds4d.tensor_parallel.shard import Shard, even, local_parameter, packed
 from ds4d.tensor_parallel.state import TensorParallel
 from ds4d.tensor_parallel.vocab import install_head, shard_embedding
 
@@ -193,19 +193,6 @@ def _refuse(cut: _Model, path: str, size: int, what: str) -> ValueError:
     )
 
 
-def _local(cut: _Model, param: nn.Parameter, shard: Shard) -> nn.Parameter:
-    """The local parameter on meta, marked. Tied ones stay one."""
-    if id(param) not in cut.memo:
-        shape = shard.local_shape(tuple(param.shape))
-        data = torch.empty(shape, dtype=param.dtype, device="meta")
-        local = nn.Parameter(data, requires_grad=param.requires_grad)
-        local.__dict__.update(param.__dict__)
-        local.tp_shard = shard
-        local.tensor_model_parallel = True  # DeepSpeed's own mark, for norms
-        cut.memo[id(param)] = local
-    return cut.memo[id(param)]
-
-
 def _replace_linear(
     cut: _Model, path: str, heads: Heads | None, *, loose: bool = False, exits: bool = True
 ) -> None:
@@ -225,7 +212,7 @@ def _replace_linear(
         shard = even(in_dim, layer.weight.shape[in_dim], tp.rank, tp.size, padded=True)
         if shard.size % tp.size and (heads is not None or style == "rowwise_split_input"):
             raise _refuse(cut, path, shard.size, "input features")
-        layer.weight = _local(cut, layer.weight, shard)
+        layer.weight = local_parameter(layer.weight, shard, cut.memo)
         real = shard.local_size - shard.padding if shard.size % tp.size else None
         splits = style == "rowwise_split_input"
         new = RowLinear(
@@ -236,9 +223,9 @@ def _replace_linear(
         shard, arranged = _columns(cut, path, features, style, heads)
         if loose and style == "colwise_gather_output":
             arranged = partial(arrange.gather_complete, tp=tp, features=features)
-        layer.weight = _local(cut, layer.weight, _at(shard, out_dim))
+        layer.weight = local_parameter(layer.weight, _at(shard, out_dim), cut.memo)
         if layer.bias is not None:
-            layer.bias = _local(cut, layer.bias, _at(shard, 0))
+            layer.bias = local_parameter(layer.bias, _at(shard, 0), cut.memo)
         new = ColumnLinear(layer, tp, transposed=transposed, enters=loose, arrange=arranged)
     parent, _, name = path.rpartition(".")
     setattr(cut.module(parent), name, new)
@@ -292,7 +279,7 @@ def _cut_parameter(cut: _Model, path: str, style: Cut | str, heads: Heads | None
     if param.dim() == 3 and size // ranks * param.element_size() % GROUPED_PRODUCT_BYTES:
         _avoid_grouped_products(cut, path, size // ranks)
     shard = packed(how.dim, (size,) * how.blocks, cut.tp.rank, ranks)
-    setattr(module, name, _local(cut, param, shard))
+    setattr(module, name, local_parameter(param, shard, cut.memo))
 
 
 def _avoid_grouped_products(cut: _Model, path: str, features: int) -> None:
@@ -312,7 +299,7 @@ def _replace_norm(cut: _Model, path: str, heads: Heads) -> None:
         raise attention.refusal(cut.name, heads, cut.tp.size, f"{path} spans them all")
     width = norm.weight.shape[0]
     shard = even(0, width, cut.tp.rank, cut.tp.size)
-    norm.weight = _local(cut, norm.weight, shard)
+    norm.weight = local_parameter(norm.weight, shard, cut.memo)
     setattr(cut.module(parent), name, NormOverHeads(norm, cut.tp, width))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -95,3 +95,22 @@ def packed(dim: int, sizes: tuple[int, ...], rank: int, ranks: int) -> Shard:
         ranges.append((start + rank * part, start + (rank + 1) * part))
         start += size
     return Shard(dim, start, tuple(ranges))
+
+
+def local_parameter(
+    param: nn.Parameter, shard: Shard, memo: dict[int, nn.Parameter]
+) -> nn.Parameter:
+    """This rank's part of a parameter on meta, marked as one. A tied parameter stays one object.
+
+    Args:
+        memo: id of a whole parameter -> its part; of all who cut this model.
+    """
+    if id(param) not in memo:
+        assert param.is_meta, "a model is cut before it has memory"
+        data = torch.empty(shard.local_shape(tuple(param.shape)), dtype=param.dtype, device="meta")
+        local = nn.Parameter(data, requires_grad=param.requires_grad)
+        local.__dict__.update(param.__dict__)
+        local.tp_shard = shard
+        local.tensor_model_parallel = True  # DeepSpeed's mark: its norm counts every rank's part
+        memo[id(param)] = local
+    return memo[id(param)]

@@ -42,7 +42,7 @@ from ds4d.tensor_parallel.cross_entropy import (
     Vocabulary,
     fused_head_loss,
 )
-from ds4d.tensor_parallel.shard import Shard, even
+from ds4d.tensor_parallel.shard import Shard, even, local_parameter
 from ds4d.tensor_parallel.state import NoGroup, TensorParallel
 
 log = logging.getLogger(__name__)
@@ -58,20 +58,6 @@ def _span(shard: Shard) -> tuple[int, int]:
     return shard.ranges[0] if shard.ranges else (shard.size, shard.size)
 
 
-def _local(param: nn.Parameter, tp: TensorParallel, memo: Memo) -> nn.Parameter:
-    """This rank's rows, on meta. A tied parameter stays one object."""
-    if id(param) not in memo:
-        assert param.is_meta, "a model is cut before it has memory"
-        shard = _rows(param.shape[0], tp)
-        data = torch.empty(shard.local_shape(tuple(param.shape)), dtype=param.dtype, device="meta")
-        local = nn.Parameter(data, requires_grad=param.requires_grad)
-        local.__dict__.update(param.__dict__)
-        local.tp_shard = shard
-        local.tensor_model_parallel = True  # DeepSpeed's mark: its norm counts every rank's part
-        memo[id(param)] = local
-    return memo[id(param)]
-
-
 # -- embedding ------------------------------------------------------------------------------------
 
 
@@ -85,8 +71,9 @@ def shard_embedding(module: nn.Embedding, tp: TensorParallel, memo: Memo | None 
     """
     if tp.size == 1:
         return
-    start, stop = _span(_rows(module.num_embeddings, tp))
-    module.weight = _local(module.weight, tp, {} if memo is None else memo)
+    rows = _rows(module.num_embeddings, tp)
+    start, stop = _span(rows)
+    module.weight = local_parameter(module.weight, rows, {} if memo is None else memo)
     module.num_embeddings = module.weight.shape[0]
     if module.padding_idx is not None:  # the row that gets no gradient
         here = start <= module.padding_idx < stop
@@ -139,8 +126,9 @@ class ParallelHead(nn.Module):
         self.in_features, self.out_features = head.in_features, head.out_features
         self.weight, self.bias = head.weight, head.bias
         if tp.size > 1:
-            self.weight = _local(head.weight, tp, memo)
-            self.bias = None if head.bias is None else _local(head.bias, tp, memo)
+            rows = _rows(head.out_features, tp)
+            self.weight = local_parameter(head.weight, rows, memo)
+            self.bias = None if head.bias is None else local_parameter(head.bias, rows, memo)
         self.train(head.training)
         self.defers = True
         self._tp = tp
