@@ -62,7 +62,7 @@ def autotp() -> Step:
             "gradient_accumulation_steps": SEQUENCES,
             "gradient_clipping": 1.0,
             "tensor_parallel": {"autotp_size": RANKS},
-            "zero_optimization": {"stage": 1},
+            "zero_optimization": {"stage": 0},
             "steps_per_print": 10**9,
         },
     )
@@ -92,7 +92,7 @@ def ds4d(sequence_parallel: bool) -> Step:
             "gradient_accumulation_steps": SEQUENCES,
             "optimizer": OPTIMIZER,
             "gradient_clipping": 1.0,
-            "zero_optimization": {"stage": 1},
+            "zero_optimization": {"stage": 0},
             "ds4d": {
                 "model": {"config": MODEL},
                 "data": {

@@ -31,9 +31,34 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from ds4d import pairwise
+
+# Where a tensor is decides by what it is sent. What is returned is waited for.
+
+
+def _start_all_reduce(x: Tensor, op, group: dist.ProcessGroup):
+    if x.is_cpu:
+        return pairwise.all_reduce(x, group, op)
+    return dist.all_reduce(x, op, group=group, async_op=True)
+
+
+def _start_all_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup):
+    """x -> out [t, *x.shape]"""
+    if x.is_cpu:
+        return pairwise.AllGather(out, x, group)
+    return _all_gather(out.flatten(0, 1), x, group=group, async_op=True)
+
+
+def _start_reduce_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup):
+    """x [t, *out.shape] -> out"""
+    if x.is_cpu:
+        return pairwise.ReduceScatter(out, x, group)
+    return _reduce_scatter(out, x.flatten(0, 1), group=group, async_op=True)
+
+
 # their names before torch 2.13
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
@@ -99,7 +124,7 @@ def begin_all_reduce(
     """Sum (or ``op``) in place. ``x`` must not be touched until it is waited for."""
     work = None
     if group.size() > 1:
-        work = dist.all_reduce(x, op, group=group, async_op=True)
+        work = _start_all_reduce(x, op, group)
         _count("all_reduce", x, group, purpose)
     return Pending(x, work, x.shape)
 
@@ -108,38 +133,33 @@ def all_reduce(
     x: Tensor, group: dist.ProcessGroup, *, purpose: str, op=dist.ReduceOp.SUM
 ) -> Tensor:
     """Sum (or ``op``) in place; returns ``x``."""
-    if group.size() > 1:
-        dist.all_reduce(x, op, group=group)
-        _count("all_reduce", x, group, purpose)
+    begin_all_reduce(x, group, purpose=purpose, op=op).wait()
     return x
 
 
 def begin_gather(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> "PendingSequence":
     """[B, s, E] -> [B, S, E], along dim 1."""
-    size, (batch, length, *rest) = group.size(), x.shape
-    if size == 1:
-        return PendingSequence(x, None, None)
+    if group.size() == 1:
+        return PendingSequence(x, None)
     x = x.contiguous()
-    out = x.new_empty(size * batch, length, *rest)  # [t B, s, E]
-    work = _all_gather(out, x, group=group, async_op=True)
+    out = x.new_empty(group.size(), *x.shape)  # [t, B, s, E]
+    work = _start_all_gather(out, x, group)
     _count("all_gather", out, group, purpose)
-    return PendingSequence(out, work, (size, batch, length, *rest))
+    return PendingSequence(out, work)
 
 
 class PendingSequence:
     """A gathered sequence under way: the ranks' shards one after the other in memory."""
 
-    def __init__(self, out: Tensor, work: dist.Work | None, shape: tuple[int, ...] | None) -> None:
-        self._out, self._work, self._shape = out, work, shape
+    def __init__(self, out: Tensor, work: dist.Work | None) -> None:
+        self._out, self._work = out, work
 
     def wait(self) -> Tensor:
-        if self._shape is None:
+        if self._work is None:
             return self._out
         self._work.wait()
-        size, batch, length, *rest = self._shape
         # [t, B, s, E] -> [B, t, s, E] -> [B, S, E]; a copy only where B > 1
-        by_row = self._out.view(self._shape).transpose(0, 1)
-        return by_row.reshape(batch, size * length, *rest)
+        return self._out.transpose(0, 1).flatten(1, 2)
 
 
 def begin_reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Pending:
@@ -148,11 +168,10 @@ def begin_reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -
     if size == 1:
         return Pending(x, None, x.shape)
     part = length // size
-    # [B, S, E] -> [B, t, s, E] -> [t B, s, E]; a copy only where B > 1
-    by_rank = x.reshape(batch, size, part, *rest).transpose(0, 1).reshape(-1, part, *rest)
-    by_rank = by_rank.contiguous()
+    # [B, S, E] -> [B, t, s, E] -> [t, B, s, E]; a copy only where B > 1
+    by_rank = x.reshape(batch, size, part, *rest).transpose(0, 1).contiguous()
     out = x.new_empty(batch, part, *rest)
-    work = _reduce_scatter(out, by_rank, group=group, async_op=True)
+    work = _start_reduce_scatter(out, by_rank, group)
     _count("reduce_scatter", by_rank, group, purpose)
     return Pending(out, work, out.shape)
 
@@ -197,12 +216,12 @@ _library.impl(
 
 def _all_gather_last(x: Tensor, group: dist.ProcessGroup, purpose: str) -> Tensor:
     """[..., C] -> [..., t * C]"""
-    size, rows = group.size(), x.reshape(-1, x.shape[-1]).contiguous()
-    out = rows.new_empty(size * rows.shape[0], rows.shape[1])  # [t N, C]
-    _all_gather(out, rows, group=group)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    out = rows.new_empty(group.size(), *rows.shape)  # [t, N, C]
+    _start_all_gather(out, rows, group).wait()
     _count("all_gather", out, group, purpose)
     # [t, N, C] -> [N, t, C] -> [..., t * C]
-    return out.view(size, *rows.shape).transpose(0, 1).reshape(*x.shape[:-1], -1)
+    return out.transpose(0, 1).reshape(*x.shape[:-1], -1)
 
 
 # -- as autograd knows them -----------------------------------------------------------------------
@@ -277,7 +296,7 @@ class _GatherLast(torch.autograd.Function):
         # [..., t * C] -> [t, N, C]
         by_rank = grad.reshape(-1, size, columns).transpose(0, 1).contiguous()
         out = by_rank.new_empty(by_rank.shape[1:])
-        _reduce_scatter(out, by_rank.flatten(0, 1), group=ctx.group)
+        _start_reduce_scatter(out, by_rank, ctx.group).wait()
         _count("reduce_scatter", by_rank, ctx.group, ctx.purpose)
         return out.view(*grad.shape[:-1], columns), None, None
 
