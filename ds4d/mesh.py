@@ -66,7 +66,10 @@ class Mesh:
 
     def tensor_parallel(self) -> TensorParallel:
         """The tp axis, for one model to be built with."""
-        return TensorParallel(self.group("tp"), self.parallel.sequence_parallel)
+        parallel = self.parallel
+        return TensorParallel(
+            self.group("tp"), parallel.sequence_parallel, overlap=parallel.tp_overlap
+        )
 
     @property
     def dropout_rank(self) -> int:

@@ -27,6 +27,7 @@ WITHOUT_EFFECT = {
             "pipeline.split": "pp",
             "context.method": "cp",
             "context.ulysses_size": "cp",
+            "parallel.tp_overlap": "tp",
         }.items()
     },
     "ds4d.parallel.sequence_parallel": (

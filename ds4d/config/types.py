@@ -126,6 +126,10 @@ class ParallelConfig:
     """Megatron's: norms and residuals are split along the sequence over the tp ranks. "auto": where
     tp is more than 1 and the model allows it."""
 
+    tp_overlap: bool = True
+    """Let what tp sends travel while matrix products are computed. The numbers are the same
+    without."""
+
     @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.cp * self.tp

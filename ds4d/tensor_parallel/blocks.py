@@ -64,9 +64,11 @@ class Entry:
 
     def begin_gather(self, shard: Tensor) -> None:
         """Gather the input again, once for all layers that need it."""
-        if self._gathering is None:
+        if self._gathering is None and self._gathered is None:
             by_row = shard if shard.dim() == 3 else shard[None]
             self._gathering = comm.begin_gather(by_row, self.tp.group, purpose=PURPOSE)
+            if not self.tp.overlap:
+                self.gathered()
 
     def gathered(self) -> Tensor:
         if self._gathered is None:
@@ -83,7 +85,8 @@ class Entry:
     def leave(self) -> None:
         """A layer has added its part; after the last one the sum over the ranks begins."""
         self.consumers -= 1
-        if self.consumers == 0 and self.early and self.grad is not None:
+        last = self.consumers == 0 and self.early and self.tp.overlap
+        if last and self.grad is not None:
             self._begin_reduce(self.grad.view(self.shape))
 
     def _begin_reduce(self, grad: Tensor) -> None:
@@ -98,12 +101,14 @@ class Entry:
         """
         self._gathered = self._gathering = None
         if self._reducing is None:
-            total = other
-            if self.grad is not None:
-                total = self.grad.view(self.shape) if other is None else other + self.grad.view_as(other)
-            if total is None:
+            if self.grad is None and other is None:
                 return None
-            self._begin_reduce(total if total is not other else total.clone())
+            if self.grad is None:
+                total = other.clone()  # is summed in place, and may be somebody else's
+            else:
+                total = self.grad.view(self.shape)
+                total = total if other is None else total + other
+            self._begin_reduce(total)
             other = None
         result, self._reducing, self.grad = self._reducing.wait(), None, None
         if other is not None:

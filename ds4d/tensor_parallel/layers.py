@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ds4d import comm
 from ds4d.tensor_parallel.blocks import PURPOSE, Entry, enter
+from ds4d.tensor_parallel.overlap import parts_for, row_product
 from ds4d.tensor_parallel.state import TensorParallel
 
 
@@ -141,10 +142,13 @@ class RowLinear(ParallelLinear):
         weight = self.matrix
         if self.real is not None:  # padding neither adds nor learns
             x, weight = x[..., : self.real], weight[:, : self.real]
-        y = F.linear(x, weight)
         if not self.exits:
+            y = F.linear(x, weight)
             return y if self.bias is None else y + self.bias / self.tp.size
-        y = leave(y, self.tp)
+        if (parts := parts_for(x, self.tp)) > 1:
+            y = row_product(x, weight, self.tp, parts)
+        else:
+            y = leave(F.linear(x, weight), self.tp)
         return y if self.bias is None else y + self.bias
 
 

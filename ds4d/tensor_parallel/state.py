@@ -26,6 +26,7 @@ class TensorParallel:
     group: tp; may have one rank.
     sequence_parallel: training and evaluation cut the residual stream along the sequence, each
         rank holding 1 / tp of the tokens.
+    overlap: communicate beside matrix products, where the device gains by it.
     recompute: "none", "selective" or "full": how activations are kept.
     scattered: it is cut so in the present forward pass, and in its backward pass; not where text
         is generated. Set where a forward pass begins (``sequence.py``).
@@ -33,6 +34,7 @@ class TensorParallel:
 
     group: dist.ProcessGroup | NoGroup
     sequence_parallel: bool = False
+    overlap: bool = True
     recompute: str = "none"
     scattered: bool = False
 

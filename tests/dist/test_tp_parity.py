@@ -54,7 +54,7 @@ def folder_of(name: str, folders, tmp_path_factory) -> Path:
 
 
 def make_run(folder, *, tp, dp=1, sequence_parallel, stage, optimizer, clip=CLIP, micro=1,
-             recompute="none", precision="fp32"):  # fmt: skip
+             recompute="none", precision="fp32", overlap=True):  # fmt: skip
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0 if stage == 3 else 10**5}
     keys = {
         "train_micro_batch_size_per_gpu": micro,
@@ -68,7 +68,9 @@ def make_run(folder, *, tp, dp=1, sequence_parallel, stage, optimizer, clip=CLIP
     return RunConfig(
         model=ModelConfig(path=str(folder)),
         data=DataConfig(seq_len=LENGTH, train=SourceConfig("tokens")),
-        parallel=ParallelConfig(tp=tp, dp=dp, sequence_parallel=sequence_parallel),
+        parallel=ParallelConfig(
+            tp=tp, dp=dp, sequence_parallel=sequence_parallel, tp_overlap=overlap
+        ),
         batch=BatchSizes(GLOBAL_BATCH, micro, GLOBAL_BATCH // (dp * micro)),
         deepspeed=keys,
         zero_stage=stage,
@@ -243,3 +245,37 @@ def test_with_recomputation(recompute, folders, tmp_path_factory):
         for stage in (1, 3)
     ]
     compare(cases, 2, folders, tmp_path_factory)
+
+
+def train_in_parts(runs, batches, parts):
+    """``train`` with row-parallel products in parts, as a GPU computes them."""
+    from ds4d.tensor_parallel import overlap
+
+    before, overlap.PARTS["cpu"] = overlap.PARTS["cpu"], parts
+    try:
+        return train(runs, batches)
+    finally:
+        overlap.PARTS["cpu"] = before
+
+
+def test_overlap_changes_no_number(folders, tmp_path_factory):
+    """Neither in what is under way beside the weights' gradients, nor products in parts."""
+    names = ("llama with biases", "gpt2", "mixtral")
+    cases = [
+        (name, dict(tp=2, sequence_parallel=cut, stage=1, optimizer=SGD, overlap=on, micro=2))
+        for on in (True, False) for name in names for cut in (False, True)
+    ]  # fmt: skip
+    runs = [make_run(folder_of(n, folders, tmp_path_factory), **options) for n, options in cases]
+    count = len(runs) // 2
+    one, other = run_distributed(train, 2, timeout=300, runs=runs, batches=batches())
+    for on, off in zip(one[:count], one[count:], strict=True):
+        assert on[0] == off[0]  # losses and norms, to the bit
+    references = {
+        name: plain(folder_of(name, folders, tmp_path_factory), SGD) for name in names
+    }
+    for parts in (2, 5):
+        ranks = run_distributed(
+            train_in_parts, 2, timeout=300, runs=runs[:count], batches=batches(), parts=parts
+        )
+        for index, case in enumerate(cases[:count]):
+            check((case, parts), ranks, index, *references[case[0]], SGD, CLIP)
