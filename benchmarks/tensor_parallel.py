@@ -2,10 +2,11 @@
 
     python -m benchmarks.tensor_parallel [--rounds 6] [--steps 2] [--json]
 
-Two gloo ranks, one thread each; model and batch of ``benchmarks.overhead``. The work is the same for
-everyone, so a ratio over 1 is communication and what both ranks do alike. One plain Hugging Face
-process is on rank 0 alone. Contestants take turns in the same two processes, so that a busy machine
-slows all alike; the figure is CPU time summed over both ranks, the ratio the median over rounds.
+Two gloo ranks, one thread each; model and batch of ``benchmarks.overhead``. The work is the same
+for everyone, so a ratio over 1 is communication and what both ranks do alike. One plain Hugging
+Face process is on rank 0 alone. Contestants take turns in the same two processes, so that a busy
+machine slows all alike; the figure is CPU time summed over both ranks, the ratio the median over
+rounds.
 """
 
 from __future__ import annotations

@@ -3,20 +3,20 @@
 Letters: t ranks of the group, B sequences, s tokens of this rank's shard, S = t * s, E hidden size.
 
 Each function takes the group that has to call it. On a group of one rank it communicates nothing
-and copies nothing. The plain ones can be begun early and waited for late (``Pending``). The pairs
-that autograd knows are those of Megatron-LM (formulas.md 3, "Mappings"):
+and copies nothing. The plain ones can be begun early and waited for late (``Pending``). Those that
+autograd knows are Megatron-LM's pairs (formulas.md 3, "Mappings") and a few more:
 
-    name              forward           backward
-    ``reduce``        sum               as it is
-    ``scatter_sum``   sum, keep shard   gather
-    ``gather_complete`` gather          own stretch
-    ``gather_last``   gather columns    sum, keep own columns
-    ``gather_last_complete`` same       own columns
-    ``split_last``    own columns       zeros elsewhere
-    ``sum_both_ways`` sum               sum
+    name                      forward             backward
+    ``reduce``                sum                 as it is
+    ``scatter_sum``           sum, keep shard     gather
+    ``gather_complete``       gather              own stretch
+    ``gather_last``           gather columns      sum, keep own columns
+    ``gather_last_complete``  gather columns      own columns
+    ``split_last``            own columns         zeros elsewhere
+    ``sum_both_ways``         sum                 sum
 
-The last three, and whatever stands between the entry and the exit of a block (``blocks.py``), have
-*partial* gradients: what a rank holds has still to be summed over the group.
+``gather_last``, ``split_last`` and ``sum_both_ways`` are for inside a block (``blocks.py``), where
+gradients are *partial*: what a rank holds has still to be summed over the group.
 """
 
 from __future__ import annotations

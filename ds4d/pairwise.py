@@ -1,8 +1,8 @@
 """Collectives for the CPU, made of sends and receives between all pairs of a group.
 
-gloo's own hand each call to another thread and pass many small messages round a ring: with two
-ranks they take four times the CPU time of what is done here (``benchmarks/collectives.py``). What is
-sent is the same, (t - 1) / t of the tensor a pass.
+gloo's own hand each call to another thread and pass many small messages round a ring; with two
+ranks and half a MiB they took 1.3 ms of CPU time where this took 0.3 to 0.5. What is sent is the
+same, (t - 1) / t of the tensor a pass.
 
 Letters: t ranks of the group, n elements of this rank's part.
 """

@@ -1,2 +1,4 @@
-"""Blueprints: what an architecture of Hugging Face is made of, as data. None is needed yet: data
-parallelism takes every causal language model as it is."""
+"""Blueprints: what an architecture of Hugging Face is made of, as data.
+
+``derive.py`` reads transformers' own plans; a file here says what these leave out, for one family.
+"""

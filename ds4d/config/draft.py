@@ -79,7 +79,7 @@ class Draft:
 
     @property
     def sequence_parallel(self) -> bool:
-        """As asked for; "auto": where there are ranks to share the sequence and the model allows."""
+        """As asked for; "auto": where tp is more than 1 and the model allows it."""
         asked = self.get("ds4d.parallel.sequence_parallel")
         if asked != AUTO:
             return asked

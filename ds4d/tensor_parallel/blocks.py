@@ -132,8 +132,8 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(x: Tensor, tp: TensorParallel, *, early: bool) -> Tensor:
-    """The input of a block, complete on every rank: [B, s, E] (scattered) or [B, S, E] -> [B, S, E];
-    or the same with B and the sequence in one.
+    """The input of a block, complete on every rank: [B, s, E] (scattered) or [B, S, E] ->
+    [B, S, E]; or the same with B and the sequence in one.
 
     Collective: tp, when scattered.
     """

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -87,6 +86,10 @@ def _cut_layers(model: PreTrainedModel, tp: TensorParallel, memo) -> list[str]:
     if reason := blueprint.why_not(model.config, tp.size):
         raise ValueError(f"{tp.size}: model_type {model.config.model_type}: {reason}")
     cut = _Model(model, tp, blueprint, dict(_resolve(model, plan_of(model))), memo)
+    embedding = _path_of(model, model.get_input_embeddings())
+    for path, style in cut.styles.items():
+        if style == "vocabulary" and path != embedding:
+            raise ValueError(f"{path} of this {cut.name} is no input embedding; {HOW_TO_ADD}")
     blocks = _find_blocks(cut)
     for path in blocks:
         _cut_block(cut, path, blocks)
@@ -250,8 +253,8 @@ def _columns(
         return packed(0, (features // 2, features // 2), rank, ranks), None
     if style == "qkv_colwise":
         sizes = (heads.total * heads.dim, heads.kv_total * heads.dim, heads.kv_total * heads.dim)
-        arranged = partial(arrange.choose_packed, tp=tp, heads=heads) if heads.gathered(tp) else None
-        return packed(0, sizes, rank, ranks), arranged
+        choose = partial(arrange.choose_packed, tp=tp, heads=heads)
+        return packed(0, sizes, rank, ranks), choose if heads.gathered(tp) else None
     if style == "grouped_colwise" and heads.kv_total % ranks:
         raise attention.refusal(cut.name, heads, ranks, "they stand together in groups")
     if heads is not None:

@@ -3,9 +3,9 @@
 Letters: B sequences, S tokens, s = S / t of them on this rank, E hidden size, t ranks.
 
 While ``tp.scattered`` the residual stream is [B, s, E]. Norms, dropout and additions take it as it
-comes, and the blocks gather and scatter it (``blocks.py``). What is left: tables of positions, which
-are looked up for all S tokens and cut here; and the gradients of all whole parameters outside of
-blocks, which see s tokens only and so are partial.
+comes, and the blocks gather and scatter it (``blocks.py``). What is left: tables of positions,
+which are looked up for all S tokens and cut here; and the gradients of all whole parameters outside
+of blocks, which see s tokens only and so are partial.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ def test_overlap_changes_no_number(folders, tmp_path_factory):
     ]  # fmt: skip
     runs = [make_run(folder_of(n, folders, tmp_path_factory), **options) for n, options in cases]
     count = len(runs) // 2
-    one, other = run_distributed(train, 2, timeout=300, runs=runs, batches=batches())
+    one, other = run_distributed(train, 2, timeout=600, runs=runs, batches=batches())
     for on, off in zip(one[:count], one[count:], strict=True):
         assert on[0] == off[0]  # losses and norms, to the bit
     references = {
@@ -275,7 +275,27 @@ def test_overlap_changes_no_number(folders, tmp_path_factory):
     }
     for parts in (2, 5):
         ranks = run_distributed(
-            train_in_parts, 2, timeout=300, runs=runs[:count], batches=batches(), parts=parts
+            train_in_parts, 2, timeout=600, runs=runs[:count], batches=batches(), parts=parts
         )
         for index, case in enumerate(cases[:count]):
             check((case, parts), ranks, index, *references[case[0]], SGD, CLIP)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_bf16_is_no_further_from_fp32_than_plain_bf16(name, folders, tmp_path_factory):
+    folder = folder_of(name, folders, tmp_path_factory)
+    exact, before = plain(folder, ADAMW)
+    half, _ = plain(folder, ADAMW, dtype=torch.bfloat16)
+    options = dict(tp=2, optimizer=ADAMW, precision="bf16")
+    runs = [make_run(folder, sequence_parallel=cut, stage=1, **options) for cut in (False, True)]
+    ranks = run_distributed(train, 2, timeout=600, runs=runs, batches=batches())
+    moved = {name: weight - before[name] for name, weight in exact.weights.items()}
+    limits = [relative(half.weights[name] - before[name], m) for name, m in moved.items()]
+    allowed = max(abs(h - e) for h, e in zip(half.losses, exact.losses, strict=True))
+    for index, run in enumerate(runs):
+        losses = [r.loss for r in ranks[0][index][0]]
+        distance = max(abs(r - e) for r, e in zip(losses, exact.losses, strict=True))
+        assert distance <= 1.5 * allowed, run.parallel  # noise: the weights tell
+        final = assemble([rank[index][2] for rank in ranks])
+        errors = [relative(final[f"weight/{n}"] - before[n], m) for n, m in moved.items()]
+        assert sum(errors) <= sum(limits), run.parallel
