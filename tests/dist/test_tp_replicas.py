@@ -152,3 +152,32 @@ def test_whole_weights_never_drift_apart(tmp_path):
     assert one == other
     for lines in one:
         assert all(lines[0][name] != lines[-1][name] for name in lines[0])
+
+
+def use_as_hugging_face_does(run, batch, prompt):
+    """After a step of training: state_dict keys, class, config, greedy text, logits."""
+    engine, mesh = make_engine(run)
+    engine.train_step(micro_batches(run, mesh, batch))
+    model = engine.module.eval()
+    with torch.no_grad():
+        logits = model(input_ids=prompt).logits
+        text = model.generate(prompt, max_new_tokens=20, do_sample=False, use_cache=True)
+    engine.train_step(micro_batches(run, mesh, batch))  # and on with training
+    return list(model.state_dict()), type(model), model.config.to_dict(), text, logits
+
+
+def test_the_model_stays_a_hugging_face_model(tmp_path):
+    folder = save_model(tmp_path, **FAMILIES["gemma2"])
+    batch, prompt = samples(GLOBAL_BATCH, 24), torch.tensor([[5, 7, 11, 13], [3, 2, 96, 17]])
+    made = []
+    for tp in (1, 2):
+        run = make_run(folder, tp=tp, sequence_parallel=tp > 1, stage=0, optimizer=ADAMW)
+        options = dict(run=run, batch=batch, prompt=prompt)
+        made += run_distributed(use_as_hugging_face_does, tp, **options)
+    keys, kind, config, text, logits = made[0]
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    assert keys == list(plain.state_dict()) and kind is type(plain)
+    for its_keys, its_kind, its_config, its_text, its_logits in made[1:]:
+        assert (its_keys, its_kind, its_config) == (keys, kind, config)
+        assert torch.equal(its_text, text) and text.shape == (2, 24)
+        torch.testing.assert_close(its_logits, logits, rtol=1e-4, atol=1e-5)
