@@ -1,6 +1,6 @@
 """What ds4d costs over raw loops: CPU seconds a step, all contestants in one run.
 
-    python -m benchmarks.overhead [--rounds 8] [--steps 2] [--json]
+    python -m benchmarks.overhead [--rounds 6] [--steps 2] [--json]
 
 Two gloo ranks, one thread each; the model of shared/peers.md section 1 (8.0 M parameters, sequence
 512, 4 sequences a step, micro-batch 1, AdamW, fp32). Every contestant is built once in the same two
@@ -10,32 +10,26 @@ summed over both ranks; the ratio is the median over the rounds of ds4d / peer.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
-import tempfile
-import time
-from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.turns import RANKS as DP
+from benchmarks.turns import Step, arguments, cpu_seconds
 
 MODEL = {
     "model_type": "llama", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704,
     "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
     "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
-SEQ_LEN, SEQUENCES, DP = 512, 4, 2
+SEQ_LEN, SEQUENCES = 512, 4
 ACCUMULATION = SEQUENCES // DP
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0}}
 PAIRS = [("ds4d zero-0", "torch DDP")]
 PAIRS += [(f"ds4d zero-{stage}", f"DeepSpeed zero-{stage}") for stage in (1, 2, 3)]
-
-Step = Callable[[list[torch.Tensor]], None]
 
 
 def plain_model(attn: str = "sdpa") -> torch.nn.Module:
@@ -135,62 +129,23 @@ def ds4d(stage: int) -> Step:
     return step
 
 
-def measure(rank: int, store: str, rounds: int, steps: int, answers: mp.Queue) -> None:
-    """One rank: build everybody, then rounds of turns."""
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(DP), DS_ACCELERATOR="cpu",
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="29999",
-    )  # fmt: skip
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    dist.init_process_group("gloo", store=dist.FileStore(store, DP), rank=rank, world_size=DP)
-    deepspeed.init_distributed("gloo", verbose=False)
+def everybody() -> dict[str, Step]:
     contestants: dict[str, Step] = {"torch DDP": torch_ddp(), "ds4d zero-0": ds4d(0)}
     for stage in (1, 2, 3):
         contestants[f"DeepSpeed zero-{stage}"] = raw_deepspeed(stage)
         contestants[f"ds4d zero-{stage}"] = ds4d(stage)
-    generator = torch.Generator().manual_seed(rank)
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for turn in range(rounds + 1):  # the first is a warm-up
-        for name, step in contestants.items():
-            batches = [
-                torch.randint(4096, (1, SEQ_LEN), generator=generator) for _ in range(ACCUMULATION)
-            ]
-            dist.barrier()
-            start = time.process_time()
-            for _ in range(steps):
-                step(batches)
-            used = torch.tensor((time.process_time() - start) / steps)
-            dist.all_reduce(used)
-            if turn:
-                seconds[name].append(used.item())
-    if rank == 0:
-        answers.put(seconds)
-    dist.barrier()
-    dist.destroy_process_group()
+    return contestants
+
+
+def batches(generator: torch.Generator) -> list[torch.Tensor]:
+    return [torch.randint(4096, (1, SEQ_LEN), generator=generator) for _ in range(ACCUMULATION)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=2, help="optimizer steps a turn")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    context = mp.get_context("spawn")
-    answers = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        workers = mp.start_processes(
-            measure,
-            (os.path.join(folder, "store"), args.rounds, args.steps, answers),
-            nprocs=DP,
-            join=False,
-            start_method="spawn",
-        )
-        seconds = answers.get()
-        while not workers.join():
-            pass
+    args = arguments(__doc__.splitlines()[0])
+    seconds = cpu_seconds(
+        everybody, batches, rounds=args.rounds, steps=args.steps, same_data=False
+    )
     result = [
         {
             "peer": peer,

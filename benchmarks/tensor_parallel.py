@@ -11,22 +11,17 @@ rounds.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
-import tempfile
-import time
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.overhead import MODEL, OPTIMIZER, SEQ_LEN, SEQUENCES, Step, plain_model
+from benchmarks.overhead import MODEL, OPTIMIZER, SEQ_LEN, SEQUENCES, plain_model
+from benchmarks.turns import RANKS, Step, arguments, cpu_seconds
 
-RANKS = 2
 PLAIN, AUTOTP = "one plain process", "DeepSpeed AutoTP, tp 2"
 OURS, OURS_SEQUENCE = "ds4d, tp 2", "ds4d, tp 2, sequence parallel"
 
@@ -134,61 +129,17 @@ def ds4d(sequence_parallel: bool) -> Step:
     return step
 
 
-def measure(rank: int, store: str, rounds: int, steps: int, answers: mp.Queue) -> None:
-    """One rank: build everybody, then rounds of turns."""
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), DS_ACCELERATOR="cpu",
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="29998",
-    )  # fmt: skip
-    import deepspeed
+def everybody() -> dict[str, Step]:
+    return {PLAIN: plain(), OURS: ds4d(False), OURS_SEQUENCE: ds4d(True), AUTOTP: autotp()}
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    deepspeed.init_distributed("gloo", verbose=False)
-    contestants: dict[str, Step] = {
-        PLAIN: plain(), OURS: ds4d(False), OURS_SEQUENCE: ds4d(True), AUTOTP: autotp()
-    }  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for turn in range(rounds + 1):  # the first is a warm-up
-        for name, step in contestants.items():
-            batches = [
-                torch.randint(4096, (1, SEQ_LEN), generator=generator) for _ in range(SEQUENCES)
-            ]
-            dist.barrier()
-            start = time.process_time()
-            for _ in range(steps):
-                step(batches)
-            used = torch.tensor((time.process_time() - start) / steps)
-            dist.all_reduce(used)
-            if turn:
-                seconds[name].append(used.item())
-    if rank == 0:
-        answers.put(seconds)
-    dist.barrier()
-    dist.destroy_process_group()
+
+def batches(generator: torch.Generator) -> list[torch.Tensor]:
+    return [torch.randint(4096, (1, SEQ_LEN), generator=generator) for _ in range(SEQUENCES)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=2, help="optimizer steps a turn")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    context = mp.get_context("spawn")
-    answers = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        workers = mp.start_processes(
-            measure,
-            (os.path.join(folder, "store"), args.rounds, args.steps, answers),
-            nprocs=RANKS,
-            join=False,
-            start_method="spawn",
-        )
-        seconds = answers.get()
-        while not workers.join():
-            pass
+    args = arguments(__doc__.splitlines()[0])
+    seconds = cpu_seconds(everybody, batches, rounds=args.rounds, steps=args.steps, same_data=True)
 
     def ratio(one: str, other: str) -> float:
         return statistics.median(a / b for a, b in zip(seconds[one], seconds[other]))

@@ -179,7 +179,8 @@ class ParallelHead(nn.Module):
         """
         if task is None:
             columns = F.linear(_enter(hidden, self._tp), self.weight, self.bias)
-            return _gather_columns(columns, self._tp)[..., : self.out_features]
+            logits = comm.gather_last_complete(columns, self._tp.group, purpose="head")
+            return logits[..., : self.out_features]
         work = HeadLoss(
             self._vocabulary,
             task.objective,
@@ -209,22 +210,6 @@ class _Enter(torch.autograd.Function):
 def _enter(hidden: Tensor, tp: TensorParallel) -> Tensor:
     """[B, S, E], or [B, s, E] when scattered -> [B, S, E]; the gradient is summed over ranks."""
     return hidden if tp.size == 1 else _Enter.apply(hidden, tp)
-
-
-class _GatherColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, columns: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.group = tp.group
-        return comm.gather_last(columns, tp.group, purpose="head")
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return comm.split_last(grad, ctx.group), None
-
-
-def _gather_columns(columns: Tensor, tp: TensorParallel) -> Tensor:
-    """[..., C] -> [..., t * C]; their gradient is complete on every rank, which takes its own."""
-    return columns if tp.size == 1 else _GatherColumns.apply(columns, tp)
 
 
 # -- a model's own head ---------------------------------------------------------------------------
