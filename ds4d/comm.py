@@ -13,6 +13,7 @@ autograd knows are Megatron-LM's pairs (formulas.md 3, "Mappings") and a few mor
     ``gather_last``           gather columns      sum, keep own columns
     ``gather_last_complete``  gather columns      own columns
     ``split_last``            own columns         zeros elsewhere
+    ``split_last_complete``   own columns         gather
     ``sum_both_ways``         sum                 sum
 
 ``gather_last``, ``split_last`` and ``sum_both_ways`` are for inside a block (``blocks.py``), where
@@ -326,6 +327,22 @@ def split_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[..., t * C] -> [..., C]: this rank's columns; the gradient of the others is zero here."""
     size = x.shape[-1] // group.size()
     return x.narrow(-1, group.rank() * size, size)
+
+
+class _SplitLastComplete(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return split_last(x, group).contiguous()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _all_gather_last(grad, ctx.group, "split inputs"), None
+
+
+def split_last_complete(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[..., t * C] -> [..., C], of what every rank has computed alike."""
+    return x if group.size() == 1 else _SplitLastComplete.apply(x, group)
 
 
 class _SumBothWays(torch.autograd.Function):

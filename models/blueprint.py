@@ -67,6 +67,7 @@ class Blueprint:
             does not go through transformers' interface.
         whole_after: the module after which the model takes for granted that its hidden states have
             the shape of its inputs: from there on every rank has all tokens again.
+        why_not_scattered: why its residual stream can't be cut along the sequence.
         why_not: of (config, t): a sentence why it can't be cut so, or None.
     """
 
@@ -77,4 +78,5 @@ class Blueprint:
     divided: tuple[str, ...] = ()
     attention_dropout: tuple[str, ...] = ()
     whole_after: str | None = None
+    why_not_scattered: str | None = None
     why_not: Callable[[Any, int], str | None] = lambda config, tp: None

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 ROOT = Path(__file__).resolve().parent.parent
+MOST_THREADS = 100  # DeepSpeed keeps engines for ever, and with them gloo's threads
 GRACE_SECONDS = 3.0  # how long the other ranks may go on after one has failed
 PRELOAD = ["torch", "deepspeed", "transformers.modeling_utils", "transformers.models.llama"]
 
@@ -40,6 +41,10 @@ class _Worker:
     process: Any
     pipe: Connection
     stacks: Path
+
+    @property
+    def threads(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/task"))
 
     def kill(self) -> None:
         self.process.kill()
@@ -116,6 +121,9 @@ def _get_workers(count: int) -> list[_Worker]:
         _context.set_forkserver_preload(PRELOAD)
         _scratch = tempfile.TemporaryDirectory(prefix="ds4d-workers-")
     _workers[:] = [w for w in _workers if w.process.is_alive()]
+    for worker in [w for w in _workers if w.threads > MOST_THREADS]:
+        worker.kill()
+        _workers.remove(worker)
     while len(_workers) < count:
         ours, theirs = _context.Pipe()
         stacks = Path(_scratch.name) / f"stacks-{time.monotonic_ns()}"

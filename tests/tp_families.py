@@ -103,6 +103,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
         first_k_dense_replace=1, n_shared_experts=1,
     ),
+    "llama4_text": _with(
+        "llama4_text", COMMON, head_dim=16, intermediate_size=64, intermediate_size_mlp=64,
+        num_local_experts=4, moe_layers=[1], attention_chunk_size=8,
+    ),
     "mixtral": _with("mixtral", COMMON, MOE, intermediate_size=64),
     "gpt_oss": _with("gpt_oss", COMMON, MOE, WINDOW, head_dim=16, intermediate_size=64),
 }  # fmt: skip

@@ -75,6 +75,12 @@ class Draft:
         padded = length + -length % tp
         if limit is not None and length <= limit < padded:
             return f"ds4d.data.seq_len {length} would be padded to {padded}, past {limit} positions"
+        rope = (self.model.get("rope_parameters") or {}).get("rope_type")
+        if padded != length and rope in ("dynamic", "longrope"):
+            return (
+                f"ds4d.data.seq_len {length} would be padded to {padded}, and rope_type {rope} "
+                "depends on the length"
+            )
         return self.model.why_not_cut(tp, sequence_parallel=True)
 
     @property

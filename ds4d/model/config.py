@@ -87,6 +87,8 @@ def why_not_trainable(config: PreTrainedConfig) -> str | None:
             return f"{config.model_type} sees later tokens unless is_decoder is true; set it"
     if config.model_type in LOOKS_AHEAD:
         return f"{config.model_type} is not causal: it sees later tokens"
+    if getattr(config.get_text_config(), "use_bidirectional_attention", False) is True:
+        return "use_bidirectional_attention: true sees later tokens; set it to false"
     if getattr(config, "output_router_logits", False):
         return "output_router_logits: the router's own loss is not added yet; set it to false"
     for name in ("layerdrop", "decoder_layerdrop"):

@@ -20,10 +20,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ds4d import comm
 from ds4d.models.blueprint import Blueprint, Cut, Style
 from ds4d.models.derive import HOW_TO_ADD, blueprint_of, plan_of
 from ds4d.tensor_parallel import arrange, attention, sequence
@@ -85,6 +87,8 @@ def _cut_layers(model: PreTrainedModel, tp: TensorParallel, memo) -> list[str]:
     blueprint = blueprint_of(model.config.model_type)
     if reason := blueprint.why_not(model.config, tp.size):
         raise ValueError(f"{tp.size}: model_type {model.config.model_type}: {reason}")
+    if getattr(model.config.get_text_config(), "router_jitter_noise", 0):
+        raise ValueError(f"{tp.size}: router_jitter_noise is drawn by each rank; set it to 0")
     cut = _Model(model, tp, blueprint, dict(_resolve(model, plan_of(model))), memo)
     embedding = _path_of(model, model.get_input_embeddings())
     for path, style in cut.styles.items():
@@ -167,23 +171,35 @@ def _cut_block(cut: _Model, path: str, blocks: list[str]) -> None:
     early = not sparse and not any(
         isinstance(m, nn.Linear | Conv1D) for m in block.modules()
     )
-    block.register_forward_pre_hook(partial(_enter_hook, tp, early), with_kwargs=True)
+    passage = _Passage(tp, early)
+    block.register_forward_pre_hook(passage.enter, with_kwargs=True)
     if sparse:
         _check_whole_beside_experts(cut, path, inside)
-        block.register_forward_hook(partial(_leave_hook, tp))
+        block.register_forward_hook(passage.leave)
 
 
-def _enter_hook(tp: TensorParallel, early: bool, _module, args, kwargs):
-    if args:
-        return (enter(args[0], tp, early=early), *args[1:]), kwargs
-    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-    return args, {**kwargs, name: enter(kwargs[name], tp, early=early)}
+@dataclass
+class _Passage:
+    """Into a block and, with experts, out of it, as hooks."""
 
+    tp: TensorParallel
+    early: bool
+    shape: torch.Size | None = None  # [B, S, E], between the two
 
-def _leave_hook(tp: TensorParallel, _module, _args, output):
-    if isinstance(output, tuple):
-        return (leave(output[0], tp), *output[1:])
-    return leave(output, tp)
+    def enter(self, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        named = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs), "")
+        x = args[0] if args else kwargs[named]
+        whole = enter(x, self.tp, early=self.early)
+        self.shape = whole.shape
+        return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, named: whole})
+
+    def leave(self, _module: nn.Module, _args: tuple, output):
+        """Some blocks return their tokens in one row, [B * S, E]; they are put back into rows,
+        for each rank has its stretch of every row."""
+        y = output[0] if isinstance(output, tuple) else output
+        out = leave(y.view(self.shape), self.tp)
+        out = out if y.dim() == 3 else out.flatten(0, 1)
+        return (out, *output[1:]) if isinstance(output, tuple) else out
 
 
 # -- parameters -----------------------------------------------------------------------------------
@@ -217,10 +233,10 @@ def _replace_linear(
             raise _refuse(cut, path, shard.size, "input features")
         layer.weight = local_parameter(layer.weight, shard, cut.memo)
         real = shard.local_size - shard.padding if shard.size % tp.size else None
-        splits = style == "rowwise_split_input"
-        new = RowLinear(
-            layer, tp, transposed=transposed, exits=exits, splits=splits, real=real
-        )
+        split = None
+        if style == "rowwise_split_input":
+            split = comm.split_last_complete if loose else comm.split_last
+        new = RowLinear(layer, tp, transposed=transposed, exits=exits, split=split, real=real)
     else:
         features = layer.weight.shape[out_dim]
         shard, arranged = _columns(cut, path, features, style, heads)
@@ -345,11 +361,13 @@ def _check_nothing_forgotten(
 
 
 def _check_whole_beside_experts(cut: _Model, path: str, inside: dict[str, Style]) -> None:
-    """What is whole and adds to the output of a block with experts would be added by each rank."""
+    """What is whole and adds to the output of a block with experts would be added by each rank;
+    and a norm of the output would see each rank's part of it."""
     for name, child in cut.module(path).named_children():
         linear = [p for p, m in child.named_modules() if isinstance(m, nn.Linear | Conv1D)]
         adds_bias = isinstance(child, nn.Linear) and child.bias is not None
-        if f"{path}.{name}" not in inside and (any(linear) or adds_bias):
+        is_norm = "Norm" in type(child).__name__
+        if f"{path}.{name}" not in inside and (any(linear) or adds_bias or is_norm):
             raise ValueError(
                 f"{path}.{name} of this {cut.name} stands beside experts, but the plan does not "
                 f"say how it is cut; {HOW_TO_ADD}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -117,7 +118,7 @@ class RowLinear(ParallelLinear):
 
     Args:
         exits: the sum is taken here; else at the end of the block, which is then told so.
-        splits: the input is whole, [B, S, I]; this rank's features are taken.
+        split: the input is whole, [B, S, I]: takes this rank's features of it.
         real: input features that are not padding.
     """
 
@@ -128,17 +129,17 @@ class RowLinear(ParallelLinear):
         *,
         transposed: bool = False,
         exits: bool = True,
-        splits: bool = False,
+        split: Callable[[Tensor, dist.ProcessGroup], Tensor] | None = None,
         real: int | None = None,
     ) -> None:
         super().__init__(like, tp, transposed=transposed)
         self.exits = exits
-        self.splits = splits
+        self.split = split
         self.real = real
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.splits:
-            x = comm.split_last(x, self.tp.group)
+        if self.split is not None:
+            x = self.split(x, self.tp.group)
         weight = self.matrix
         if self.real is not None:  # padding neither adds nor learns
             x, weight = x[..., : self.real], weight[:, : self.real]

@@ -59,6 +59,8 @@ def why_not(model: PreTrainedModel, blocks: list[str]) -> str | None:
     """
     if reason := attention.supports(type(model), documents=False):
         return f"{reason}, so that masks are made of the tokens of one rank"
+    if reason := blueprint_of(model.config.model_type).why_not_scattered:
+        return reason
     embeddings = {id(model.get_input_embeddings()), *map(id, _position_tables(model))}
     inside = tuple(f"{block}." for block in blocks)
     for path, module in model.named_modules():

@@ -195,7 +195,7 @@ ON_TWO = [name for name in FAMILIES if name != "llama, 9 heads, 3 key heads"]
 @pytest.mark.parametrize("name", ON_TWO)
 def test_every_family_on_two_ranks(name, folders, tmp_path_factory):
     cases = [
-        (name, dict(tp=2, sequence_parallel=cut, stage=1, optimizer=optimizer))
+        (name, dict(tp=2, sequence_parallel=cut, stage=1, optimizer=optimizer, micro=2))
         for cut in cut_along_the_sequence(name)
         for optimizer in (SGD, ADAMW)
     ]

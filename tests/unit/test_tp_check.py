@@ -57,6 +57,10 @@ def test_heads_that_do_not_divide(heads, kv_heads, tp, works):
         ({**SIZES, "model_type": "phi3", "intermediate_size": 55, "pad_token_id": 0}, 2,
          "mlp.gate_up_proj of this phi3 has 55 output features in each of its two blocks"),
         ({**SIZES, "model_type": "stablelm", "qk_layernorm": True}, 2, "qk_layernorm: true"),
+        ({**SIZES, "model_type": "mixtral", "router_jitter_noise": 0.1}, 2, "router_jitter_noise"),
+        ({**SIZES, "model_type": "axk1", "n_routed_experts": 4, "num_experts_per_tok": 2,
+          "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}, 2,
+         "post_mlp_layernorm of this axk1 stands beside experts"),
         ({**SIZES, "model_type": "olmo2"}, 4,
          "q_norm spans them all; tp can be 1, 2"),
         ({**SIZES, "model_type": "cohere", "use_qk_norm": True}, 4,
@@ -76,6 +80,13 @@ def test_what_a_family_can_not_do(config, tp, words):
 
 
 GPT2 = ("model_type", "n_head", "n_embd", "add_cross_attention", "vocab_size")
+
+
+def test_a_length_that_rope_depends_on():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = {**FAMILIES["llama"], "rope_parameters": rope}
+    assert not load(file(model, 2, ds4d__data__seq_len=33)).parallel.sequence_parallel
+    assert load(file(model, 2, ds4d__data__seq_len=32)).parallel.sequence_parallel
 
 
 @pytest.mark.parametrize("name", ["bloom", "falcon, groups"])
