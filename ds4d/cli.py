@@ -318,3 +318,7 @@ def _default_device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -32,34 +32,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from ds4d import pairwise
-
-# Where a tensor is decides by what it is sent. What is returned is waited for.
-
-
-def _start_all_reduce(x: Tensor, op, group: dist.ProcessGroup):
-    if x.is_cpu:
-        return pairwise.all_reduce(x, group, op)
-    return dist.all_reduce(x, op, group=group, async_op=True)
-
-
-def _start_all_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup):
-    """x -> out [t, *x.shape]"""
-    if x.is_cpu:
-        return pairwise.AllGather(out, x, group)
-    return _all_gather(out.flatten(0, 1), x, group=group, async_op=True)
-
-
-def _start_reduce_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup):
-    """x [t, *out.shape] -> out"""
-    if x.is_cpu:
-        return pairwise.ReduceScatter(out, x, group)
-    return _reduce_scatter(out, x.flatten(0, 1), group=group, async_op=True)
-
-
 # their names before torch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _start_all_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """x -> out [t, *x.shape]"""
+    return _all_gather(out.flatten(0, 1), x, group=group, async_op=True)
+
+
+def _start_reduce_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """x [t, *out.shape] -> out"""
+    return _reduce_scatter(out, x.flatten(0, 1), group=group, async_op=True)
 
 
 @dataclass
@@ -125,7 +110,7 @@ def begin_all_reduce(
     """Sum (or ``op``) in place. ``x`` must not be touched until it is waited for."""
     work = None
     if group.size() > 1:
-        work = _start_all_reduce(x, op, group)
+        work = dist.all_reduce(x, op, group=group, async_op=True)
         _count("all_reduce", x, group, purpose)
     return Pending(x, work, x.shape)
 

@@ -1,9 +1,9 @@
-"""OLMo 2 and 3: the norms of queries and keys span all heads."""
+"""OLMo 2, 3 and OLMoE, FlexOlmo, MiniMax-M2: the norms of queries and keys span all heads."""
 
 from ds4d.models.blueprint import Blueprint
 
 BLUEPRINT = Blueprint(
-    model_types=("olmo2", "olmo3"),
+    model_types=("olmo2", "olmo3", "olmoe", "flex_olmo", "minimax_m2"),
     plan={
         "model.layers.*.self_attn.q_proj": "colwise",
         "model.layers.*.self_attn.k_proj": "colwise",

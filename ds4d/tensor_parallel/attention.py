@@ -47,7 +47,7 @@ def check_heads(model_type: str, heads: Heads, ranks: int) -> None:
     ValueError: the heads do not divide.
     """
     if heads.total % ranks:
-        raise refusal(model_type, heads, ranks, "each rank needs as many heads")
+        raise refusal(model_type, heads, ranks, "heads must divide evenly among the ranks")
     if heads.kv_total % ranks and heads.kv_total * heads.dim % ranks:
         reason = f"their {heads.kv_total} x {heads.dim} key features do not divide either"
         raise refusal(model_type, heads, ranks, reason)

@@ -124,12 +124,16 @@ def _parent(path: str) -> str:
 def _find_blocks(cut: _Model) -> list[str]:
     """Paths of the modules at whose input the sequence is whole and gradients are summed.
 
-    The parent of a row-parallel layer, whose outputs are summed; or, with experts, the module that
-    holds them and all beside them. A parent that holds other blocks (a decoder layer) is none: its
-    own layers are loose, each a block of its own.
+    The parent of column-parallel layers and of a row-parallel one, whose outputs are summed; or,
+    with experts, the module that holds them and all beside them. A parent that holds other blocks
+    (a decoder layer) is none: its own layers are loose, each a block of its own.
     """
     sparse = {_parent(p) for p, style in cut.styles.items() if style == "experts"}
-    parents = {_parent(p) for p, style in cut.styles.items() if style in ROWS}
+    columns, rows = (
+        {_parent(p) for p, style in cut.styles.items() if style in styles}
+        for styles in (COLUMNS, ROWS)
+    )
+    parents = columns & rows
     parents.discard("")
     inner = {p for p in parents if any(p.startswith(f"{s}.") for s in sparse)}
     found = sorted(sparse | parents - inner)
