@@ -25,7 +25,7 @@ HEAD_DIMS = ("head_dim", "head_size", "qk_head_dim")
 
 
 def heads_of(
-    model: PreTrainedModel, blueprint: Blueprint, block: nn.Module, path: str, tp: TensorParallel
+    model: PreTrainedModel, blueprint: Blueprint, block: nn.Module, tp: TensorParallel
 ) -> Heads | None:
     """The heads of a block; None: it is no attention."""
     known = (*COUNTS_HEADS, *COUNTS_GROUPS, *HEAD_DIMS)

@@ -96,7 +96,7 @@ def _cut_layers(model: PreTrainedModel, tp: TensorParallel, memo) -> list[str]:
             raise ValueError(f"{path} of this {cut.name} is no input embedding; {HOW_TO_ADD}")
     blocks = _find_blocks(cut)
     for path in blocks:
-        _cut_block(cut, path, blocks)
+        _cut_block(cut, path)
     for path in _loose(cut, blocks):
         _replace_linear(cut, path, None, loose=True)
     _mark_partial(cut, blocks)
@@ -153,11 +153,11 @@ def _path_of(model: nn.Module, module: nn.Module | None) -> str | None:
     return next((path for path, found in model.named_modules() if found is module), None)
 
 
-def _cut_block(cut: _Model, path: str, blocks: list[str]) -> None:
+def _cut_block(cut: _Model, path: str) -> None:
     block, tp = cut.module(path), cut.tp
     inside = {p: s for p, s in cut.styles.items() if p.startswith(f"{path}.")}
     sparse = "experts" in inside.values()
-    heads = attention.heads_of(cut.model, cut.blueprint, block, path, tp)
+    heads = attention.heads_of(cut.model, cut.blueprint, block, tp)
     if heads is not None:
         attention.check_heads(cut.name, heads, tp.size)
     for child, style in inside.items():
