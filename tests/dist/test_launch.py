@@ -37,9 +37,11 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def start(command: list[str], **variables: str) -> subprocess.Popen:
+    """As from a terminal, where Ctrl-C counts: a shell's background job would ignore it."""
     return subprocess.Popen(
         command, cwd=ROOT, env=environment(**variables), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 

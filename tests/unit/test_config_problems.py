@@ -225,9 +225,8 @@ WRONG = {
     ),
     # -- layout and batch
     "axes that are not built": (
-        dict(ds4d__parallel={"tp": 2, "pp": 2, "cp": 2}),
+        dict(ds4d__parallel={"pp": 2, "cp": 2}),
         {
-            "ds4d.parallel.tp": "2: this version of ds4d has no tensor parallelism yet",
             "ds4d.parallel.pp": "2: this version of ds4d has no pipeline parallelism yet",
             "ds4d.parallel.cp": "2: this version of ds4d has no context parallelism yet",
         },
