@@ -24,6 +24,10 @@ def resolve(draft: Draft, path: Path | None) -> RunConfig:
     notes = list(find_notes(filled))
     if draft.world_size is None and draft.degree("dp") == AUTO:
         notes.append('ds4d.parallel.dp: "auto" is 1 here, because no world size was given')
+    asked = draft.get("ds4d.parallel.sequence_parallel")
+    if asked == AUTO and draft.degree("tp") > 1 and not draft.sequence_parallel:
+        reason = draft.why_not_sequence_parallel
+        notes.append(f'ds4d.parallel.sequence_parallel: "auto" is false here: {reason}')
     block = content.pop("ds4d")
     return RunConfig(
         **{name: build(cls, block[name]) for name, cls in SECTIONS.items()},
