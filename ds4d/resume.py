@@ -27,6 +27,8 @@ KEPT = (
     "ds4d.training.decay_all",
     "ds4d.data.shuffle",
 )
+# What a rank draws its random numbers for follows from these.
+PLACES = ("tp", "pp", "cp", "dp", "sequence_parallel")
 # Fields of a Hugging Face config that say nothing about what the model computes.
 NOT_THE_MODEL = ("transformers_version", "_name_or_path", "dtype", "architectures", "use_cache")
 
@@ -54,6 +56,17 @@ def check_continues(folder: Path, saved: Mapping[str, Any], now: Mapping[str, An
     problems = list(_differences(saved, now))
     if problems:
         raise ConfigError(problems, name=f"--resume: {folder} is of another run")
+
+
+def has_same_places(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Every rank stands where the rank of its number stood, and may go on with its random state:
+    elsewhere ranks that must draw the same would not, or the other way round.
+
+    Args:
+        saved, now: ``facts`` of the checkpoint and of this run.
+    """
+    before, after = _at(saved["config"], "ds4d.parallel"), _at(now["config"], "ds4d.parallel")
+    return all(before.get(name) == after[name] for name in PLACES)
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Problem]:

@@ -45,6 +45,7 @@ from ds4d.resume import (
     check_continues,
     facts,
     from_rank_0,
+    has_same_places,
     random_state,
     seed_everything,
     set_random_state,
@@ -323,7 +324,7 @@ class Trainer:
         check_continues(folder, extra, self._facts)
         with self.engine.restoring(extra["optimizer"], step=extra["step"]) as state:
             _, rank_state = load(folder, state)
-        if rank_state is not None:
+        if rank_state is not None and has_same_places(extra, self._facts):
             set_random_state(rank_state, self.engine.device)
         self.progress = Progress(
             extra["step"], extra["consumed_samples"], extra["skipped_in_a_row"]

@@ -32,6 +32,11 @@ def heads_of(
     if not any(isinstance(getattr(block, name, None), int) for name in known):
         return None
     total, kv_total = blueprint.heads(model.config.get_text_config())
+    if not isinstance(total, int) or not isinstance(kv_total, int):
+        raise ValueError(
+            f"{tp.size}: the layers of this {model.config.model_type} differ in their heads "
+            f"({total}, {kv_total}), which is not known to be cut right; set ds4d.parallel.tp to 1"
+        )
     dims = (getattr(block, name, None) for name in HEAD_DIMS)
     dim = next((d for d in dims if isinstance(d, int)), None)
     if dim is None:

@@ -148,4 +148,12 @@ def enter(x: Tensor, tp: TensorParallel, *, early: bool) -> Tensor:
     if torch.is_grad_enabled():
         whole.ds4d_entry = entry
         whole.ds4d_kept = x.detach() if entry.keeps_shard else None
+        whole.ds4d_version = whole._version
     return whole
+
+
+def entry_of(x: Tensor) -> Entry | None:
+    """The entry that made ``x``; None: another tensor, or one that was changed in place since, so
+    that what the entry keeps is not what ``x`` is."""
+    entry = getattr(x, "ds4d_entry", None)
+    return entry if entry is not None and x._version == x.ds4d_version else None

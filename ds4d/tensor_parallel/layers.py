@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds4d import comm
-from ds4d.tensor_parallel.blocks import PURPOSE, Entry, enter
+from ds4d.tensor_parallel.blocks import PURPOSE, Entry, enter, entry_of
 from ds4d.tensor_parallel.overlap import parts_for, row_product
 from ds4d.tensor_parallel.state import TensorParallel
 
@@ -52,7 +52,7 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    entry = getattr(x, "ds4d_entry", None)
+    entry = entry_of(x)
     if entry is None or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     return _ColumnProduct.apply(x, weight, bias, entry, x.ds4d_kept)
