@@ -51,6 +51,7 @@ class Entry:
     shape: torch.Size  # [B, S, E]
     scattered: bool
     early: bool
+    purpose: str  # whose bytes are counted
     consumers: int = 0
     grad: Tensor | None = None
     _reducing: comm.Pending | None = None
@@ -66,7 +67,7 @@ class Entry:
         """Gather the input again, once for all layers that need it."""
         if self._gathering is None and self._gathered is None:
             by_row = shard if shard.dim() == 3 else shard[None]
-            self._gathering = comm.begin_gather(by_row, self.tp.group, purpose=PURPOSE)
+            self._gathering = comm.begin_gather(by_row, self.tp.group, purpose=self.purpose)
             if not self.tp.overlap:
                 self.gathered()
 
@@ -91,7 +92,7 @@ class Entry:
 
     def _begin_reduce(self, grad: Tensor) -> None:
         begin = comm.begin_reduce_scatter if self.scattered else comm.begin_all_reduce
-        self._reducing = begin(grad, self.tp.group, purpose=PURPOSE)
+        self._reducing = begin(grad, self.tp.group, purpose=self.purpose)
 
     def finish(self, other: Tensor | None) -> Tensor | None:
         """The gradient of the block's input.
@@ -123,7 +124,7 @@ class _Enter(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.entry = entry
         if entry.scattered:
-            return comm.gather_sequence(x, entry.tp.group, purpose=PURPOSE)
+            return comm.gather_sequence(x, entry.tp.group, purpose=entry.purpose)
         return x.view_as(x)
 
     @staticmethod
@@ -131,7 +132,7 @@ class _Enter(torch.autograd.Function):
         return ctx.entry.finish(grad), None
 
 
-def enter(x: Tensor, tp: TensorParallel, *, early: bool) -> Tensor:
+def enter(x: Tensor, tp: TensorParallel, *, early: bool, purpose: str = PURPOSE) -> Tensor:
     """The input of a block, complete on every rank: [B, s, E] (scattered) or [B, S, E] ->
     [B, S, E]; or the same with B and the sequence in one.
 
@@ -142,7 +143,7 @@ def enter(x: Tensor, tp: TensorParallel, *, early: bool) -> Tensor:
     by_row = x if x.dim() == 3 else x[None]  # tokens of all rows in one: their order is no matter
     batch, length, width = by_row.shape
     shape = torch.Size((batch, length * tp.size if tp.scattered else length, width))
-    entry = Entry(tp, shape, tp.scattered, early)
+    entry = Entry(tp, shape, tp.scattered, early, purpose)
     whole = _Enter.apply(by_row, entry)
     whole = whole if x.dim() == 3 else whole[0]
     if torch.is_grad_enabled():

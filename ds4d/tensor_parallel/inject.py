@@ -201,7 +201,7 @@ class _Passage:
         """Some blocks return their tokens in one row, [B * S, E]; they are put back into rows,
         for each rank has its stretch of every row."""
         y = output[0] if isinstance(output, tuple) else output
-        out = leave(y.view(self.shape), self.tp)
+        out = leave(y.reshape(self.shape), self.tp)
         out = out if y.dim() == 3 else out.flatten(0, 1)
         return (out, *output[1:]) if isinstance(output, tuple) else out
 

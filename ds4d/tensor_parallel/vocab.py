@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 
 from ds4d import comm
 from ds4d.logits import DeferredLogits
+from ds4d.tensor_parallel.blocks import enter
 from ds4d.tensor_parallel.cross_entropy import (
     HeadLoss,
     Objective,
@@ -178,7 +179,8 @@ class ParallelHead(nn.Module):
         Collective: tp.
         """
         if task is None:
-            columns = F.linear(_enter(hidden, self._tp), self.weight, self.bias)
+            whole = enter(hidden, self._tp, early=False, purpose="head")
+            columns = F.linear(whole, self.weight, self.bias)
             logits = comm.gather_last_complete(columns, self._tp.group, purpose="head")
             return logits[..., : self.out_features]
         work = HeadLoss(
@@ -190,26 +192,6 @@ class ParallelHead(nn.Module):
             grad=torch.is_grad_enabled(),
         )
         return fused_head_loss(hidden, self.weight, self.bias, task.targets, work)
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.group, ctx.scattered = tp.group, tp.scattered
-        if tp.scattered:
-            return comm.gather_sequence(hidden, tp.group, purpose="head")
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        if ctx.scattered:
-            return comm.reduce_scatter_sequence(grad, ctx.group, purpose="head"), None
-        return comm.all_reduce(grad.clone(), ctx.group, purpose="head"), None
-
-
-def _enter(hidden: Tensor, tp: TensorParallel) -> Tensor:
-    """[B, S, E], or [B, s, E] when scattered -> [B, S, E]; the gradient is summed over ranks."""
-    return hidden if tp.size == 1 else _Enter.apply(hidden, tp)
 
 
 # -- a model's own head ---------------------------------------------------------------------------

@@ -236,6 +236,15 @@ def test_with_zero_and_data_parallelism(name, folders, tmp_path_factory):
     compare(cases, 4, folders, tmp_path_factory)
 
 
+def test_zero_3_where_parameters_are_used_in_unusual_ways(folders, tmp_path_factory):
+    """Shared by ranks, with a head bias, chosen from, by head."""
+    cases = [
+        (name, dict(tp=2, sequence_parallel=name != "bloom", stage=3, optimizer=SGD, micro=2))
+        for name in ("gpt_oss", "phi", "llama, one key head", "bloom")
+    ]
+    compare(cases, 2, folders, tmp_path_factory)
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_with_recomputation(recompute, folders, tmp_path_factory):
     cases = [
