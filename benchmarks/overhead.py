@@ -32,12 +32,12 @@ PAIRS = [("ds4d zero-0", "torch DDP")]
 PAIRS += [(f"ds4d zero-{stage}", f"DeepSpeed zero-{stage}") for stage in (1, 2, 3)]
 
 
-def plain_model(attn: str = "sdpa") -> torch.nn.Module:
+def plain_model() -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(**MODEL)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attn).train()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
 
 
 def torch_ddp() -> Step:
@@ -56,10 +56,16 @@ def torch_ddp() -> Step:
     return step
 
 
-def raw_deepspeed(stage: int) -> Step:
-    """A bare DeepSpeed loop, as its getting-started page has it."""
-    import deepspeed
+def raw_deepspeed(stage: int, **keys) -> Step:
+    """A bare DeepSpeed loop, as its getting-started page has it.
 
+    Args:
+        keys: of its config, besides those that everybody has.
+    """
+    import deepspeed
+    from deepspeed.utils import groups
+
+    groups.mpu = None  # of ds4d's engines
     model = plain_model()
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -70,6 +76,7 @@ def raw_deepspeed(stage: int) -> Step:
             "gradient_clipping": 1.0,
             "zero_optimization": {"stage": stage},
             "steps_per_print": 10**9,
+            **keys,
         },
     )
 
@@ -81,18 +88,24 @@ def raw_deepspeed(stage: int) -> Step:
     return step
 
 
-def ds4d(stage: int) -> Step:
-    """The same through ds4d's engine."""
+def ds4d(stage: int, **parallel) -> Step:
+    """The same through ds4d's engine.
+
+    Args:
+        parallel: ``ds4d.parallel``.
+    """
     from ds4d import attention
     from ds4d.config.load import load
     from ds4d.data.batch import IGNORE, MicroBatch
     from ds4d.engine import Engine
     from ds4d.mesh import Mesh
+    from ds4d.model.build import build_model
+    from ds4d.model.config import hf_config
 
     run = load(
         {
+            "train_batch_size": SEQUENCES,
             "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": ACCUMULATION,
             "optimizer": OPTIMIZER,
             "gradient_clipping": 1.0,
             "zero_optimization": {"stage": stage},
@@ -104,19 +117,26 @@ def ds4d(stage: int) -> Step:
                     "tokenizer": {"vocab_size": 4096},
                     "train": {"type": "python_stdlib"},
                 },
+                "parallel": parallel,
                 "training": {"steps": 1000},
             },
         },
         world_size=DP,
     )
+    mesh = Mesh.create(run.parallel)
 
     def build(partition):
-        model = plain_model(attention.register())
-        for module in model.modules() if partition else ():
-            partition(module)
-        return model
+        return build_model(
+            run.model,
+            config=hf_config(run.model),
+            dtype=torch.float32,
+            device="cpu",
+            seed=0,
+            attn_implementation=attention.register(),
+            partition=partition,
+            tp=mesh.tensor_parallel(),
+        )
 
-    mesh = Mesh.create(run.parallel)
     engine = Engine.create(run, mesh, build, device=torch.device("cpu"), total_steps=1000)
     positions = torch.arange(SEQ_LEN)[None]
     last = torch.full((1, 1), IGNORE)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.overhead import MODEL, OPTIMIZER, SEQ_LEN, SEQUENCES, plain_model
+from benchmarks.overhead import SEQ_LEN, SEQUENCES, ds4d, plain_model, raw_deepspeed
 from benchmarks.turns import RANKS, Step, arguments, cpu_seconds
 
 PLAIN, AUTOTP = "one plain process", "DeepSpeed AutoTP, tp 2"
@@ -43,94 +43,17 @@ def plain() -> Step:
     return step
 
 
-def autotp() -> Step:
-    """DeepSpeed's own tensor parallelism for Hugging Face models."""
-    import deepspeed
-    from deepspeed.utils import groups
-
-    groups.mpu = None
-    model = plain_model()
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": SEQUENCES,
-            "gradient_clipping": 1.0,
-            "tensor_parallel": {"autotp_size": RANKS},
-            "zero_optimization": {"stage": 0},
-            "steps_per_print": 10**9,
-        },
-    )
-
-    def step(batches: list[torch.Tensor]) -> None:
-        for ids in batches:
-            engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
-            engine.step()
-
-    return step
-
-
-def ds4d(sequence_parallel: bool) -> Step:
-    """The same through ds4d's engine."""
-    from ds4d import attention
-    from ds4d.config.load import load
-    from ds4d.data.batch import IGNORE, MicroBatch
-    from ds4d.engine import Engine
-    from ds4d.mesh import Mesh
-    from ds4d.model.build import build_model
-    from ds4d.model.config import hf_config
-    from ds4d.tensor_parallel.state import TensorParallel
-
-    run = load(
-        {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": SEQUENCES,
-            "optimizer": OPTIMIZER,
-            "gradient_clipping": 1.0,
-            "zero_optimization": {"stage": 0},
-            "ds4d": {
-                "model": {"config": MODEL},
-                "data": {
-                    "seq_len": SEQ_LEN,
-                    "packing": "concat",
-                    "tokenizer": {"vocab_size": 4096},
-                    "train": {"type": "python_stdlib"},
-                },
-                "parallel": {"tp": RANKS, "sequence_parallel": sequence_parallel},
-                "training": {"steps": 1000},
-            },
-        },
-        world_size=RANKS,
-    )
-    mesh = Mesh.create(run.parallel)
-
-    def build(partition):
-        return build_model(
-            run.model,
-            config=hf_config(run.model),
-            dtype=torch.float32,
-            device="cpu",
-            seed=0,
-            attn_implementation=attention.register(),
-            partition=partition,
-            tp=TensorParallel(mesh.group("tp"), run.parallel.sequence_parallel),
-        )
-
-    engine = Engine.create(run, mesh, build, device=torch.device("cpu"), total_steps=1000)
-    positions = torch.arange(SEQ_LEN)[None]
-    last = torch.full((1, 1), IGNORE)
-
-    def step(batches: list[torch.Tensor]) -> None:
-        engine.train_step(
-            [MicroBatch(ids, torch.cat([ids[:, 1:], last], 1), positions) for ids in batches]
-        )
-
-    return step
-
-
 def everybody() -> dict[str, Step]:
-    return {PLAIN: plain(), OURS: ds4d(False), OURS_SEQUENCE: ds4d(True), AUTOTP: autotp()}
+    return {
+        PLAIN: plain(),
+        OURS: ds4d(0, tp=RANKS, sequence_parallel=False),
+        OURS_SEQUENCE: ds4d(0, tp=RANKS, sequence_parallel=True),
+        AUTOTP: raw_deepspeed(
+            0,
+            gradient_accumulation_steps=SEQUENCES,
+            tensor_parallel={"autotp_size": RANKS},
+        ),
+    }
 
 
 def batches(generator: torch.Generator) -> list[torch.Tensor]:
