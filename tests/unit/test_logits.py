@@ -1,4 +1,4 @@
-"""Logits that are not there: what is recorded is what torch would have done; the rest is refused."""
+"""Logits that are not there: what is recorded is what torch would have done; all else is refused."""
 
 from __future__ import annotations
 
