@@ -147,6 +147,32 @@ def test_the_curve_is_the_same_in_every_layout(corpus, tmp_path, alone, dp, micr
         assert row == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("tp, dp, stage", [(2, 1, 0), (2, 2, 3)])
+def test_the_curve_is_the_same_on_tensor_parallel_ranks(corpus, tmp_path, alone, tp, dp, stage):
+    file = config(corpus, stage=stage, parallel={"tp": tp, "dp": dp})
+    for row, expected in zip(curve(run(tp * dp, file, tmp_path)), alone, strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_resumed_in_another_layout_ranks_drop_what_they_should(corpus, tmp_path, tp):
+    """From dp 2 to tp 2 and back, as many ranks: those of a tp group must draw the same random
+    numbers from here on, dp ranks others."""
+    def layout(tp: int, steps: int) -> dict:
+        parallel = {"tp": tp, "dp": 2 // tp, "sequence_parallel": False}
+        file = config(corpus, model=TINY_GPT2, training={"steps": steps}, parallel=parallel)
+        file["scheduler"]["params"]["total_steps"] = 8
+        return file
+
+    run(2, layout(3 - tp, steps=4), tmp_path)
+    run(2, layout(tp, steps=8), tmp_path, resume="latest")
+    one, other = (
+        torch.load(tmp_path / f"checkpoints/step-00000008/rank-{rank:05d}.pt", weights_only=True)
+        for rank in range(2)
+    )
+    assert torch.equal(one["torch"], other["torch"]) == (tp == 2)
+
+
 def test_unshuffled_steps_are_consecutive_samples_on_a_plain_model(corpus, tmp_path):
     """The global batch of step i is samples [i * G, (i + 1) * G), and the initial weights are what
     ``build_model`` makes: both by an independent loop over the file."""
