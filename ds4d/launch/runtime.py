@@ -6,11 +6,13 @@
 2. stdout and stderr go to the rank's log (``rank_log``); rank 0 keeps the screen;
 3. the environment is made ready for imports of torch and DeepSpeed, which come only now;
 4. ``body(rank)`` runs, and calls ``rank.init_distributed()`` when it wants process groups;
-5. an error is reported once for the whole job (``failure``), and the process ends at once.
+5. an error is reported once for the whole job (``failure``), and the process ends at once;
+6. else it ends when Python's own exit handlers have run.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import glob
 import os
@@ -75,6 +77,8 @@ def run_rank(body: Callable[[Rank], int], *, output: Path) -> int:
     except LaunchError as error:
         print(f"ds4d: {error}", file=sys.stderr)
         return failure.WRONG_INPUT
+    ending = _Ending()
+    atexit.register(ending.run)  # first, so that it is the last to run
     user_screen, user_errors = rank_log.redirect(logs, launch.rank)
     screen.use(user_screen if launch.rank == 0 else sys.stdout, user_screen)
     try:
@@ -88,7 +92,21 @@ def run_rank(body: Callable[[Rank], int], *, output: Path) -> int:
         rank_log.end(code)
         os._exit(code)
     rank_log.end(code)
+    ending.code = code
     return code
+
+
+class _Ending:
+    """Ends the process with ``code``, where that is known, before the libraries' threads are torn
+    down in no order: gloo's abort a finished run now and then."""
+
+    code: int | None = None
+
+    def run(self) -> None:
+        if self.code is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self.code)
 
 
 def run_folder(config: str | Path, output: str | Path | None) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -36,6 +37,17 @@ def meet(rank: runtime.Rank) -> None:
     dist.all_reduce(total)
     timeout = dist.distributed_c10d._get_default_timeout("gloo").total_seconds()
     say(f"sum {total.item():.0f}, {torch.get_num_threads()} thread, timeout {timeout:.0f} s")
+
+
+def abort_in_teardown(rank: runtime.Rank) -> None:
+    """As a library does whose threads outlive it: when the interpreter clears its modules."""
+    atexit.register((rank.output / "an-exit-handler-ran").touch)
+
+    class Library:
+        def __del__(self, abort=os.abort):
+            abort()
+
+    sys.modules["a_library"] = Library()
 
 
 def noise(rank: runtime.Rank) -> None:

@@ -102,6 +102,12 @@ def test_one_process_without_a_launcher(tmp_path):
         assert noise in log
 
 
+def test_what_libraries_do_after_the_end_does_no_harm(tmp_path):
+    code, screen = finish(start([*RANK, "abort_in_teardown", str(tmp_path)]))
+    assert (code, screen) == (0, "")
+    assert (tmp_path / "an-exit-handler-ran").exists()
+
+
 def test_a_rank_that_raises_speaks_once(tmp_path):
     codes, screen = run_pair(tmp_path, "meet,raise_on_1,meet")
     assert codes == [1, 1]
