@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -69,11 +70,15 @@ class Placement:
 
     def stage_of(self, rank: int, chunk: int) -> int:
         """The virtual stage at a place."""
-        return self.places.index(Place(rank, chunk))
+        return self._stages[rank, chunk]
 
     def of_rank(self, rank: int) -> Iterator[int]:
         """A rank's virtual stages, by chunk."""
         return (self.stage_of(rank, chunk) for chunk in range(self.chunks))
+
+    @cached_property
+    def _stages(self) -> dict[tuple[int, int], int]:
+        return {place: stage for stage, place in enumerate(self.places)}
 
 
 @dataclass(frozen=True)
