@@ -11,11 +11,13 @@ Conventions, those of the MFU figures that others publish for causal models:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from torch.nn import Embedding, Parameter
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # Dense bf16 TFLOP/s of one device, from the vendors' data sheets; the first name that is part of
 # what the driver calls the device counts.
@@ -74,29 +76,32 @@ class ModelFlops:
 def model_flops(config: PretrainedConfig) -> ModelFlops:
     """Count a Hugging Face causal language model, built without memory on the meta device."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    embeddings = {id(module.weight) for module in model.modules() if _is_embedding(module)}
+    from ds4d.model.meta import meta_model
+
+    model = meta_model(config, dtype=torch.float32)
+    weights = sum(visited(weight.shape, config) for weight in product_weights(model))
+    pair = config.num_hidden_layers * attention_pair(config)
+    return ModelFlops(per_token=6.0 * weights, per_pair=3.0 * pair)
+
+
+def product_weights(model: PreTrainedModel) -> list[Parameter]:
+    """The weights that tokens are multiplied with: each matrix once, and no look-up."""
+    lookups = {id(module.weight) for module in look_ups(model)}
     head = model.get_output_embeddings()
     if head is not None:
-        embeddings.discard(id(head.weight))  # a tied embedding is also the head's matrix
-    parameters = sum(
-        _visited(parameter.shape, config)
-        for parameter in model.parameters()
-        if parameter.dim() >= 2 and id(parameter) not in embeddings
-    )
-    return ModelFlops(per_token=6.0 * parameters, per_pair=3.0 * _attention_pair(config))
+        lookups.discard(id(head.weight))  # a tied embedding is also the head's matrix
+    return [p for p in model.parameters() if p.dim() >= 2 and id(p) not in lookups]
 
 
-def _is_embedding(module: object) -> bool:
-    import torch
+def look_ups(model: PreTrainedModel) -> list[Embedding]:
+    """The tables of tokens, positions and the like."""
+    from torch.nn import Embedding
 
-    return isinstance(module, torch.nn.Embedding)
+    return [module for module in model.modules() if isinstance(module, Embedding)]
 
 
-def _visited(shape: tuple[int, ...], config: PretrainedConfig) -> float:
+def visited(shape: Sequence[int], config: PretrainedConfig) -> float:
     """Elements of a weight that one token is multiplied with."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
@@ -105,13 +110,13 @@ def _visited(shape: tuple[int, ...], config: PretrainedConfig) -> float:
     return math.prod(shape)
 
 
-def _attention_pair(config: PretrainedConfig) -> float:
-    """Forward FLOPs of one query-key pair: a product with the key and one with the value, per
-    head. Grouped keys and values are shared, not saved: their number does not matter."""
+def attention_pair(config: PretrainedConfig) -> float:
+    """Forward FLOPs of one query-key pair in one layer: a product with the key and one with the
+    value, per head. Grouped keys and values are shared, not saved: their number does not matter."""
     heads = getattr(config, "num_attention_heads", 0)
     if not heads:  # a state-space model: all its work is in products with weights
         return 0.0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     key_dim = getattr(config, "qk_head_dim", None) or head_dim
     value_dim = getattr(config, "v_head_dim", None) or head_dim
-    return 2.0 * config.num_hidden_layers * heads * (key_dim + value_dim)
+    return 2.0 * heads * (key_dim + value_dim)
