@@ -33,6 +33,14 @@ class Action(NamedTuple):
         return f"{self.kind}{self.chunk}.{self.micro_batch}"
 
 
+class Span(NamedTuple):
+    """An action and when it ran, in seconds from any zero that all ranks share."""
+
+    action: Action
+    start: float
+    end: float
+
+
 class Place(NamedTuple):
     rank: int
     chunk: int
