@@ -27,18 +27,21 @@ class ScheduleError(RuntimeError):
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of the passes of one micro-batch, in seconds or any unit, by virtual stage. A full
-    backward takes ``input + weight``."""
+    """Time of the passes of one micro-batch, by virtual stage. A full backward takes ``input +
+    weight``."""
 
     forward: tuple[float, ...]
     input: tuple[float, ...]
     weight: tuple[float, ...]
+    unit: str = "seconds"
 
     @classmethod
     def equal(
         cls, stages: int, *, forward: float = 1.0, input: float = 1.0, weight: float = 1.0
     ) -> Costs:
-        return cls((forward,) * stages, (input,) * stages, (weight,) * stages)
+        """By default a forward is the unit, and each half of a backward costs as much."""
+        times = (forward, input, weight)
+        return cls(*((time,) * stages for time in times), unit="forward passes of a stage")
 
     def by_kind(self) -> dict[Kind, tuple[float, ...]]:
         whole = tuple(map(sum, zip(self.input, self.weight, strict=True)))
@@ -48,7 +51,7 @@ class Costs:
 @dataclass(frozen=True)
 class Simulation:
     """Attributes:
-    timeline: in the unit of the costs, from 0.
+    timeline: from 0, in the unit of the costs.
     held_until_input: of each rank, the most activations that it holds at once, if each is freed
         after the full backward or its input half. One is what a forward of one micro-batch through
         one chunk leaves for its backward. Meant for training: evaluation frees none.
@@ -65,7 +68,7 @@ def simulate(
     schedule: Schedule, costs: Costs | None = None, *, transfer: float = 0.0
 ) -> Simulation:
     """Args:
-        costs: default: 1 for a forward and for each half of a backward.
+        costs: default: ``Costs.equal``.
         transfer: time from the end of a pass to the start of one that needs it on another rank.
 
     Raises:
@@ -73,10 +76,11 @@ def simulate(
             needs.
     """
     _check_passes(schedule)
-    lanes = _run(schedule, costs or Costs.equal(schedule.placement.stages), transfer)
+    costs = costs or Costs.equal(schedule.placement.stages)
+    lanes = tuple(map(tuple, _run(schedule, costs, transfer)))
     shape = f"{schedule.placement.ranks} ranks, {schedule.micro_batches} micro-batches"
     return Simulation(
-        Timeline(f"{schedule.name}, {shape}", tuple(map(tuple, lanes))),
+        Timeline(f"{schedule.name}, {shape}", lanes, costs.unit),
         tuple(_most_held(order, freed_by=(B, I)) for order in schedule.actions),
         tuple(_most_held(order, freed_by=(B, W)) for order in schedule.actions),
     )

@@ -29,7 +29,7 @@ def run(name, p, v, m, costs=ALIKE, **kwargs):
 
 def idle_of_all(done) -> float:
     """Where all stages are alike, so is the idle time of all ranks."""
-    first, *others = done.timeline.idle_seconds
+    first, *others = done.timeline.idle
     assert others == pytest.approx([first] * len(others))
     return pytest.approx(first)
 
@@ -45,7 +45,7 @@ def test_gpipe_and_1f1b(p, m, costs):
     }.items():
         done = run(name, p, 1, m, costs)
         assert idle_of_all(done) == (p - 1) * (forward + backward)
-        assert done.timeline.seconds == pytest.approx((m + p - 1) * (forward + backward))
+        assert done.timeline.length == pytest.approx((m + p - 1) * (forward + backward))
         assert list(done.held_until_input) == list(done.held_until_weight) == held
 
 
@@ -61,7 +61,7 @@ def test_interleaved(p, v, m, costs):
         held = [min(m * v, 2 * (p - r - 1) + (v - 1) * group + 1) for r in range(p)]
         assert list(done.held_until_input) == held
     else:  # the last micro-batch goes through all stages, there and back, m - 1 after the first
-        assert done.timeline.seconds == pytest.approx((p * v + m - 1) * (forward + backward))
+        assert done.timeline.length == pytest.approx((p * v + m - 1) * (forward + backward))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved", "dualpipev"])
@@ -83,7 +83,7 @@ def test_zb_h1(p, m, costs):
     if m >= p:
         assert idle_of_all(done) == idle
     else:
-        assert idle < done.timeline.idle_seconds[0] < (p - 1) * sum(costs)
+        assert idle < done.timeline.idle[0] < (p - 1) * sum(costs)
     assert list(done.held_until_input) == [min(m, p - r) for r in range(p)]
     assert list(done.held_until_weight) == [min(m, p)] * p
 
@@ -111,11 +111,11 @@ def test_evaluation_is_as_short_as_can_be():
         groups, rest = divmod(m, p)
         last_group = rest or p
         # full groups one behind the other, the last one through all stages
-        assert done.timeline.seconds <= (groups - (not rest)) * p * v + p * v + last_group - 1
+        assert done.timeline.length <= (groups - (not rest)) * p * v + p * v + last_group - 1
     for p, m in product((1, 2, 3, 8), (1, 4, 9)):
         # the last rank has the first micro-batch after p - 1 passes, then 2m of its own
         done = simulate(forward_only(Placement.vee(p), m))
-        assert done.timeline.seconds == 2 * m + 2 * (p - 1)
+        assert done.timeline.length == 2 * m + 2 * (p - 1)
 
 
 def test_spans_of_a_small_case_with_uneven_stages_and_a_transfer():
@@ -127,14 +127,14 @@ def test_spans_of_a_small_case_with_uneven_stages_and_a_transfer():
         [("F0.0", 0, 1), ("F0.1", 1, 2), ("B0.0", 6, 9), ("B0.1", 10, 13)],
         [("F0.0", 1.5, 3.5), ("B0.0", 3.5, 5.5), ("F0.1", 5.5, 7.5), ("B0.1", 7.5, 9.5)],
     ]
-    assert done.timeline.busy_seconds == (8, 8) and done.timeline.idle_seconds == (5, 5)
+    assert done.timeline.busy == (8, 8) and done.timeline.idle == (5, 5)
     assert done.timeline.bubble == 5 / 13
 
 
 def test_no_transfer_within_a_rank():
     """Where the vee turns, both stages are on the last rank."""
     schedule = forward_only(Placement.vee(2), 1)
-    assert simulate(schedule, transfer=10).timeline.seconds == 4 + 2 * 10
+    assert simulate(schedule, transfer=10).timeline.length == 4 + 2 * 10
 
 
 # -- what cannot be run -------------------------------------------------------------------------
