@@ -20,10 +20,7 @@ MODELS = ("ds4d.model.path", "ds4d.model.config")
 
 # Axes of which this version has the configuration but not the machinery: the issue that builds one
 # deletes its line.
-AXES_NOT_BUILT = {
-    "pp": "pipeline parallelism",
-    "cp": "context parallelism",
-}
+AXES_NOT_BUILT = {"cp": "context parallelism"}
 
 
 @rule(*DEGREES)
@@ -54,18 +51,6 @@ def batch_words_fit(draft: Draft) -> Problems:
         draft.batch
     except Unsolvable as error:
         yield Problem(error.path, str(error))
-
-
-@rule("ds4d.parallel.pp", "zero_optimization.stage")
-def zero_fits_the_pipeline(draft: Draft) -> Problems:
-    stage, pp = draft.zero_stage, draft.degree("pp")
-    if stage >= 2 and pp > 1:
-        yield Problem(
-            "zero_optimization.stage",
-            f"{stage} cannot go with ds4d.parallel.pp {pp}: a pipeline keeps the gradients of all "
-            f"its micro-batches, which ZeRO 2 and 3 split; set zero_optimization.stage to 0 or 1, "
-            f"or ds4d.parallel.pp to 1",
-        )
 
 
 @rule("ds4d.model", "ds4d.parallel.tp")

@@ -45,6 +45,9 @@ def to_deepspeed(run: RunConfig, *, on_cpu: bool) -> dict[str, Any]:
         # DeepSpeed's linear adds the bias in place, to the product that selective recomputation
         # keeps: it would be added twice. What it saves memory with, recomputation does anyway.
         config["zero_optimization"]["memory_efficient_linear"] = False
+    if run.parallel.pp > 1 and "zero_optimization" in config:
+        # It would reduce in each backward pass; the last of a chunk is not the last of the step.
+        config["zero_optimization"]["overlap_comm"] = False
     config["steps_per_print"] = NEVER
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False

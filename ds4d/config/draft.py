@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds4d.config import batch, model_facts
 from ds4d.config.types import BatchSizes
 from ds4d.config.validate import default
+from ds4d.pipeline.actions import Placement
+from ds4d.pipeline.schedules import placement_of
+
+if TYPE_CHECKING:
+    from ds4d.pipeline.partition import Split
 
 AUTO = "auto"
 
@@ -83,6 +88,50 @@ class Draft:
             )
         return self.model.why_not_cut(tp, sequence_parallel=True)
 
+    @cached_property
+    def why_not_pp(self) -> str | None:
+        """Why the model can't be cut into stages; None: it can."""
+        return self.model.why_not_staged()
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Where the virtual stages of the pipeline are.
+
+        Raises: ValueError: the schedule has another number of chunks.
+        """
+        schedule, chunks = (self.get(f"ds4d.pipeline.{key}") for key in ("schedule", "chunks"))
+        return placement_of(schedule, self.degree("pp"), chunks)
+
+    @cached_property
+    def split(self) -> Split | None:
+        """The layers of each virtual stage; None: the model is not known, or refused.
+
+        Raises: ValueError: there are too few layers, or ``ds4d.pipeline.split`` does not fit;
+            batch.Unsolvable.
+        """
+        asked, model = self.given("ds4d.pipeline.split"), self.model
+        if model.config is None or model.problems or self.why_not_pp:
+            return None
+        if asked is None and model.vocabulary_is_guessed:
+            return None
+        from ds4d.pipeline.costs import model_costs
+        from ds4d.pipeline.partition import make_split
+
+        costs = model_costs(
+            model.config,
+            seq_len=self.given("ds4d.data.seq_len"),
+            sequences=self.batch.micro,
+            recompute=self.recompute,
+        )
+        return make_split(costs, self.placement, asked)
+
+    @property
+    def recompute(self) -> str:
+        asked = self.get("ds4d.recompute")
+        if asked != AUTO:
+            return asked
+        return "full" if self.given("activation_checkpointing") is not None else "none"
+
     @property
     def sequence_parallel(self) -> bool:
         """As asked for; "auto": where tp is more than 1 and the model allows it."""
@@ -105,4 +154,7 @@ class Draft:
 
     @cached_property
     def model(self) -> model_facts.ModelFacts:
-        return model_facts.look_up(self.given("ds4d.model") or {})
+        return model_facts.look_up(
+            self.given("ds4d.model") or {},
+            tokenizer_size=self.given("ds4d.data.tokenizer.vocab_size"),
+        )

@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds4d.config import checks, checks_deepspeed, validate  # noqa: F401  (the checks enter rules)
+from ds4d.config import (  # noqa: F401  (the checks enter rules)
+    checks,
+    checks_deepspeed,
+    checks_pipeline,
+    validate,
+)
 from ds4d.config.draft import Draft
 from ds4d.config.errors import ConfigError, Problem
 from ds4d.config.read import Document, override, read

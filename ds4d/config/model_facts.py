@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ds4d.config.types import ModelConfig
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PATH_KEY = "ds4d.model.path"
+SOME_SIZE = 2**20  # of a vocabulary, where "auto" is settled when the tokenizer is there
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,12 @@ class ModelFacts:
     """Attributes:
     config: the transformers config, None where it cannot be had here (a hub id not yet fetched).
     problems: what is wrong with what the file says about the model.
+    vocabulary_is_guessed: its size is that of a tokenizer that is not here yet.
     """
 
     config: Any = None
     problems: tuple[Problem, ...] = ()
+    vocabulary_is_guessed: bool = False
 
     def get(self, name: str) -> Any:
         """A field of the (text) config, by transformers' common name; None where absent."""
@@ -61,12 +64,28 @@ class ModelFacts:
 
         return why_not_cut(self.config, tp, sequence_parallel=sequence_parallel)
 
+    def why_not_staged(self) -> str | None:
+        """Why the model can't be cut into pipeline stages; None as in ``why_not_cut``."""
+        if self.config is None or self.problems:
+            return None
+        from ds4d.pipeline.check import why_not_staged
 
-def look_up(model: Mapping[str, Any]) -> ModelFacts:
-    """Facts about ``ds4d.model``, its form checked."""
+        return why_not_staged(self.config)
+
+
+def look_up(model: Mapping[str, Any], *, tokenizer_size: int | None = None) -> ModelFacts:
+    """Facts about ``ds4d.model``, its form checked.
+
+    Args:
+        tokenizer_size: of the tokenizer that the run trains.
+    """
     path, config = model.get("path"), model.get("config")
     if path is None:
-        return ModelFacts() if config is None else _ask_transformers(ModelConfig(config=config))
+        if config is None:
+            return ModelFacts()
+        facts = _ask_transformers(ModelConfig(config=config), tokenizer_size or SOME_SIZE)
+        guessed = config.get("vocab_size") == "auto" and tokenizer_size is None
+        return replace(facts, vocabulary_is_guessed=guessed)
     if Path(path).expanduser().is_dir():
         return _ask_transformers(ModelConfig(path=path))
     if not HUB_ID.fullmatch(path):
@@ -84,13 +103,12 @@ def _in_hub_cache(hub_id: str) -> Path | None:
     return Path(file).parent if isinstance(file, str) else None
 
 
-def _ask_transformers(model: ModelConfig) -> ModelFacts:
+def _ask_transformers(model: ModelConfig, vocab_size: int | None = None) -> ModelFacts:
     # transformers takes seconds to import, and only these checks need it
     from ds4d.model.config import hf_config, why_not_trainable
 
-    some_size = 2**20  # "auto" is settled when the tokenizer is there
     try:
-        config = hf_config(model, vocab_size=some_size)
+        config = hf_config(model, vocab_size=vocab_size)
     except ValueError as error:
         return ModelFacts(problems=tuple(map(_problem, str(error).splitlines())))
     problems = _not_causal(config.model_type)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from ds4d.config.draft import Draft
 from ds4d.config.errors import show
 from ds4d.config.validate import default
+from ds4d.pipeline.schedules import make_schedule
 
 
 def _never(_draft: Draft) -> bool:
@@ -33,6 +34,10 @@ WITHOUT_EFFECT = {
     "ds4d.parallel.sequence_parallel": (
         lambda draft: draft.degree("tp") > 1 or not draft.sequence_parallel,
         "ds4d.parallel.tp is 1",
+    ),
+    "zero_optimization.overlap_comm": (
+        lambda draft: draft.degree("pp") == 1 or not draft.given("zero_optimization.overlap_comm"),
+        "a pipeline reduces its gradients once, after the last backward pass",
     ),
     "activation_checkpointing": (
         lambda draft: draft.get("ds4d.recompute") != "none",
@@ -96,6 +101,7 @@ def find_notes(draft: Draft) -> Iterator[str]:
         if _is_set(draft, key) and not has_effect(draft):
             yield f"{key} has no effect: {why}"
     yield from _zero_keys(draft)
+    yield from _idle_pipeline(draft)
     yield from _source_keys(draft)
     yield from _peak_of_warmup(draft)
     if draft.zero_stage == 0 and draft.param_dtype != "fp32":
@@ -124,6 +130,22 @@ def _zero_keys(draft: Draft) -> Iterator[str]:
         if stage not in stages and _is_set(draft, f"zero_optimization.{key}"):
             names = " and ".join(map(str, stages))
             yield f"zero_optimization.{key} has no effect: it is for stage {names}, this is {stage}"
+
+
+def _idle_pipeline(draft: Draft) -> Iterator[str]:
+    pp, micro_batches = draft.degree("pp"), draft.batch.accumulation
+    if micro_batches >= pp:
+        return
+    from ds4d.pipeline.simulate import simulate
+
+    name, chunks = draft.get("ds4d.pipeline.schedule"), draft.placement.chunks
+    schedule = make_schedule(name, ranks=pp, chunks=chunks, micro_batches=micro_batches)
+    bubble = simulate(schedule).timeline.bubble
+    yield (
+        f"gradient_accumulation_steps {micro_batches} is less than ds4d.parallel.pp {pp}: too few "
+        f"micro-batches to keep the pipeline busy, its ranks would be idle for {bubble:.0%} of a "
+        "step"
+    )
 
 
 def _source_keys(draft: Draft) -> Iterator[str]:

@@ -6,11 +6,12 @@ import io
 import json
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ds4d.config.layout import AXES, GROUP_AXES, coordinate_of, group_ranks
+from ds4d.config.report_pipeline import pipeline_dict, render_pipeline
 from ds4d.config.resolve import resolved
 from ds4d.config.types import RunConfig
 
@@ -37,6 +38,7 @@ def as_dict(run: RunConfig) -> dict[str, Any]:
             "accumulated_gradients": run.precision.grad_accum_dtype,
         },
         "zero_stage": run.zero_stage,
+        "pipeline": pipeline_dict(run),
         "notes": list(run.notes),
         "config": resolved(run),
     }
@@ -45,15 +47,20 @@ def as_dict(run: RunConfig) -> dict[str, Any]:
 def render(run: RunConfig) -> Group:
     """For people, to be printed on a rich console."""
     parts = [Text(line) for line in _summary(run)]
-    parts += [_ranks(run), *(Text(f"note: {note}") for note in run.notes)]
+    parts += [*render_pipeline(run), _ranks(run), *(Text(f"note: {note}") for note in run.notes)]
     text = json.dumps(resolved(run), indent=2, ensure_ascii=False)
     return Group(*parts, Text("\nThe file with everything filled in:"), Text(text))
 
 
 def as_text(run: RunConfig) -> str:
     """``render`` as plain text."""
+    return plain(render(run))
+
+
+def plain(shown: RenderableType) -> str:
+    """What a rich console would print, without colours."""
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
-    console.print(render(run), soft_wrap=True)
+    console.print(shown, soft_wrap=True)
     return console.file.getvalue().rstrip()
 
 

@@ -45,10 +45,11 @@ def _ds4d_block(draft: Draft) -> dict[str, Any]:
     block = {name: dict(draft.given(f"ds4d.{name}") or {}) for name in SECTIONS}
     block["parallel"]["dp"] = draft.dp
     block["parallel"]["sequence_parallel"] = draft.sequence_parallel
-    block["recompute"] = draft.get("ds4d.recompute")
-    if block["recompute"] == AUTO:
-        present = draft.given("activation_checkpointing") is not None
-        block["recompute"] = "full" if present else "none"
+    block["recompute"] = draft.recompute
+    if draft.degree("pp") > 1:
+        block["pipeline"]["chunks"] = draft.placement.chunks
+        if draft.split is not None:
+            block["pipeline"]["split"] = list(draft.split.counts)
     return block
 
 

@@ -1,4 +1,4 @@
-"""The table of rules: what ``checks.py`` and ``checks_deepspeed.py`` enter, and how it is applied.
+"""The table of rules: what ``checks.py`` and its neighbours enter, and how it is applied.
 
 A rule looks at a ``Draft`` and yields a ``Problem`` for each thing that cannot be run as asked. It
 is skipped when the form of a key that it reads is wrong, for it would only repeat that.

@@ -114,7 +114,8 @@ class ParallelConfig:
     """Tensor parallel: ranks that share each layer's matrices."""
 
     pp: Count = 1
-    """Pipeline parallel: stages that hold consecutive layers."""
+    """Pipeline parallel: ranks that hold consecutive layers, and pass micro-batches on. See
+    ``pipeline``."""
 
     cp: Count = 1
     """Context parallel: ranks that share one sequence."""
@@ -140,13 +141,21 @@ class PipelineConfig:
     """How a pipeline (``parallel.pp`` > 1) runs."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "dualpipev", "zb-h1"] = "1f1b"
-    """Order of the forward and backward passes of the micro-batches."""
+    """Order of the forward and backward passes of the micro-batches. "gpipe": all forwards, then
+    all backwards. "1f1b": in turn, so that few activations are held. "interleaved": 1f1b with
+    several chunks on each rank; shorter idle times, more messages. "zb-h1": 1f1b that computes the
+    gradients of weights while others wait. "dualpipev": two chunks on each rank, filled from both
+    ends; needs 2 x pp micro-batches."""
 
     chunks: Count = 1
-    """Virtual stages on each rank ("interleaved")."""
+    """Virtual stages on each rank: 2 or more for "interleaved" (chunk j of rank r is stage j x pp +
+    r of the model), always 2 for "dualpipev" (r and 2 x pp - 1 - r), 1 for the others."""
 
     split: tuple[int | str, ...] | None = None
-    """Layers at which the stages begin; absent: cut by cost."""
+    """Layers of each of the pp x chunks stages, in the order of the model: numbers of layers ([7, 8,
+    8, 7]), or the names of the layers at which the second stage and all later ones begin
+    (["model.layers.7", ...]). Absent: cut so that the most expensive stage costs as little as can
+    be, embedding and head included."""
 
 
 @dataclass(frozen=True)
