@@ -123,6 +123,20 @@ def all_reduce(
     return x
 
 
+def begin_send(x: Tensor, to: int, group: dist.ProcessGroup, *, purpose: str) -> dist.Work:
+    """Send to rank ``to`` of the group, which receives in the order in which is sent. ``x`` must
+    stay as it is until the work is done."""
+    for traffic in _counting:
+        traffic.calls[purpose, "send"] += 1
+        traffic.sent[purpose, "send"] += x.nbytes
+    return dist.isend(x, group=group, group_dst=to)
+
+
+def begin_receive(out: Tensor, source: int, group: dist.ProcessGroup) -> Pending:
+    """Receive into ``out`` what rank ``source`` of the group sends next; its sender counts it."""
+    return Pending(out, dist.irecv(out, group=group, group_src=source), out.shape)
+
+
 def begin_gather(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> "PendingSequence":
     """[B, s, E] -> [B, S, E], along dim 1."""
     if group.size() == 1:

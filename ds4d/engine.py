@@ -7,23 +7,28 @@ What happens in a step, and who takes part:
 2. each micro-batch: forward, loss = (sum over its targets) * dp * cp / count, backward. DeepSpeed
    averages gradients over dp x cp; the factor undoes it, so that what is accumulated is the
    gradient of the mean over the global batch, however unequal the counts;
+   With pp > 1 a schedule orders these passes (``pipeline/engine.py``), gradients are accumulated
+   here, and those of a tied weight are summed over its two stages before DeepSpeed averages;
 3. tp: gradients of which each tp rank has computed a part are summed, in one buffer;
 4. step: norm, clipping, optimizer, schedule (DeepSpeed), skipped when anything is not finite;
-5. report: the loss, summed over dp x cp.
+5. report: the loss, summed over pp x dp x cp: only the last stages have a part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
@@ -38,6 +43,8 @@ from ds4d.data.batch import MicroBatch
 from ds4d.loss import Objective, count_targets, sum_loss
 from ds4d.mesh import DeepSpeedMpu, Mesh
 from ds4d.optim import build_optimizer, build_scheduler
+from ds4d.pipeline.engine import Pipeline
+from ds4d.pipeline.stage import StandIn
 
 Partition = Callable[[nn.Module], None]
 
@@ -96,14 +103,16 @@ class _ZeroEngine(DeepSpeedEngine):
     @torch.no_grad()
     def _plain_grad_norm(self) -> Tensor:
         """The L2 norm of the whole gradient, the same on every rank to the bit: of what is cut
-        over tp the sum, of what all tp ranks hold the mean."""
+        over tp the sum, of what all tp ranks hold the mean; a copy on another stage left out."""
         group = self.mpu.get_model_parallel_group()
         grads: dict[bool, list[Tensor]] = {True: [], False: []}
         for p in self.module.parameters():
-            if p.grad is not None:
+            if p.grad is not None and not getattr(p, PIPE_REPLICATED, False):
                 grads[is_model_parallel_parameter(p)].append(p.grad)
         sharded, replicated = (get_total_norm(g).double() ** 2 for g in grads.values())
-        squares = all_reduce(sharded + replicated / group.size(), group, purpose="gradient norm")
+        copies = self.mpu.get_tensor_model_parallel_world_size()
+        squares = (sharded + replicated / copies).to(self.device)
+        all_reduce(squares, group, purpose="gradient norm")
         return squares.sqrt().float()
 
 
@@ -132,6 +141,7 @@ class Engine:
         mesh: Mesh,
         device: torch.device,
         objective: Objective,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.module = module
         self.device = device
@@ -140,6 +150,8 @@ class Engine:
         self._mesh = mesh
         self._group = mesh.group("dp_cp")
         self._group_size = mesh.size("dp_cp")
+        self._pipeline = pipeline
+        self._tied = [] if pipeline is None else pipeline.stages.tied
 
     @classmethod
     def create(
@@ -156,7 +168,8 @@ class Engine:
         Args:
             build: makes the model on ``device``; under ZeRO-3 it is given a function to be
                 called on each module as soon as its own parameters are filled, which leaves
-                only this rank's part of them.
+                only this rank's part of them. With pp > 1 the model has been cut into
+                ``pipeline.stage.Stages``.
             total_steps: optimizer steps of the whole run, for the schedule.
         """
         config = to_deepspeed(run, on_cpu=device.type == "cpu")
@@ -182,7 +195,12 @@ class Engine:
             config_class=DeepSpeedConfig(config, mpu),
         )
         objective = Objective(run.training.label_smoothing, run.training.z_loss)
-        return cls(model, engine, mesh, device, objective)
+        pipeline = None
+        if run.parallel.pp > 1:
+            pipeline = Pipeline(model.ds4d_stages, mesh, run.pipeline, device=device)
+            optimizer_state.take_over_accumulation(engine)
+            engine.param_names |= pipeline.stages.shared_names
+        return cls(model, engine, mesh, device, objective, pipeline)
 
     @property
     def lr(self) -> float:
@@ -201,22 +219,19 @@ class Engine:
         """
         engine = self._engine
         lr = self.lr
-        loss_sum = torch.zeros((), dtype=torch.float32, device=self.device)
         tokens = sum(count_targets(batch.targets) for batch in micro_batches).to(self.device)
         dist.all_reduce(tokens, group=self._group)
         scale = self._group_size / tokens.clamp(min=1)
         loss_scale = engine.optimizer.loss_scale if engine.fp16_enabled() else 1.0
         skipped_before = engine.skipped_steps
         engine.train()
-        for batch in micro_batches:
-            batch = batch.to(self.device)
-            loss = sum_loss(self._engine, batch, self.objective, scale=scale * loss_scale)
-            loss_sum += loss.detach()
-            engine.backward(loss * scale, scale_wrt_gas=False)
-            if engine.is_gradient_accumulation_boundary():
-                optimizer_state.sum_partial_gradients(engine, self._mesh.group("tp"))
-            engine.step()
-        dist.all_reduce(loss_sum, group=self._group)
+        if self._pipeline is None:
+            loss_sum = self._pass_after_pass(micro_batches, scale, scale * loss_scale)
+        else:
+            loss_sum = self._by_schedule(micro_batches, scale * loss_scale)
+        optimizer_state.sum_partial_gradients(engine, self._mesh.group("tp"))
+        engine.step()
+        dist.all_reduce(loss_sum, group=self._mesh.group("pp_dp_cp"))
         norm = engine.get_global_grad_norm()
         return StepResult(
             loss=float(loss_sum / tokens.clamp(min=1)),
@@ -227,17 +242,53 @@ class Engine:
             loss_scale=float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None,
         )
 
+    def _pass_after_pass(
+        self, micro_batches: Sequence[MicroBatch], scale: Tensor, whole_scale: Tensor
+    ) -> Tensor:
+        """The sum of token losses; the last ``step`` is the caller's."""
+        engine = self._engine
+        loss_sum = torch.zeros((), dtype=torch.float32, device=self.device)
+        for number, batch in enumerate(micro_batches):
+            if number:
+                engine.step()  # counts micro-batches
+            loss = sum_loss(engine, batch.to(self.device), self.objective, scale=whole_scale)
+            loss_sum += loss.detach()
+            engine.backward(loss * scale, scale_wrt_gas=False)
+        return loss_sum
+
+    def _by_schedule(self, micro_batches: Sequence[MicroBatch], whole_scale: Tensor) -> Tensor:
+        engine = self._engine
+        loss_sum = self._pipeline.train(
+            [batch.to(self.device) for batch in micro_batches],
+            self.objective,
+            scale=whole_scale,
+            accumulated=partial(optimizer_state.accumulate, engine),
+        )
+        optimizer_state.sum_over_stages(engine, self._tied, self._mesh.group("pp_ends"))
+        engine.allreduce_gradients()
+        return loss_sum
+
     @torch.no_grad()
-    def eval_step(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(sum of token losses, count of valid targets), float64 scalars, of this rank alone.
+    def eval_sums(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each micro-batch (sum of token losses, count of valid targets), float64 scalars: of
+        this rank alone, and nothing where it does not have the last stage.
 
         The likelihood alone: label smoothing and z-loss are for training.
 
-        Every rank must call as often, for under ZeRO-3 the forward pass is collective.
+        Every rank must give as many, for under ZeRO-3 a forward pass is collective, and so it is
+        along a pipeline.
         """
         self._engine.eval()
-        batch = batch.to(self.device)
-        return sum_loss(self._engine, batch).double(), count_targets(batch.targets).double()
+        if self._pipeline is None:
+            for batch in batches:
+                batch = batch.to(self.device)
+                loss = sum_loss(self._engine, batch)
+                yield loss.double(), count_targets(batch.targets).double()
+            return
+        # several at once, so that all stages are busy
+        batches = iter(batches)
+        while group := list(islice(batches, 4 * self._mesh.parallel.pp)):
+            yield from self._pipeline.evaluate([batch.to(self.device) for batch in group])
 
     def logical_state(self) -> dict[str, LogicalTensor]:
         """Weights, optimizer state and buffers as logical tensors; views, nothing is copied.
@@ -290,17 +341,22 @@ def find_nonfinite(engine: Engine, micro_batches: Sequence[MicroBatch]) -> str |
 
         return hook
 
-    leaves = [module for module in names if not list(module.children())]
+    # what stands in for the parts of other stages passes on what was made there
+    leaves = [
+        module for module in names
+        if not list(module.children()) and not isinstance(module, StandIn)
+    ]  # fmt: skip
     handles = [module.register_forward_hook(watch("the output")) for module in leaves]
     handles += [
         module.register_full_backward_hook(watch("the gradient at the input")) for module in leaves
     ]
-    for batch in micro_batches:
-        batch = batch.to(engine.device)
-        # a mean, as in training: fp16 would overflow elsewhere with the sum
-        scale = 1 / count_targets(batch.targets).clamp(min=1)
-        loss = sum_loss(engine._engine, batch, engine.objective, scale=scale)
-        engine._engine.backward(loss * scale, scale_wrt_gas=False)
+    # a mean, as in training: fp16 would overflow elsewhere with the sum
+    tokens = sum(count_targets(batch.targets) for batch in micro_batches).to(engine.device)
+    scale = 1 / tokens.clamp(min=1)
+    if engine._pipeline is None:
+        engine._pass_after_pass(micro_batches, scale, scale)
+    else:
+        engine._by_schedule(micro_batches, scale)
     for handle in handles:
         handle.remove()
     everyone: list[str | None] = [None] * dist.get_world_size()

@@ -32,8 +32,7 @@ NO_DATA = "missing: say what to evaluate on, with --source or a --config that ha
 
 
 def mean_loss(
-    sums: Callable[[MicroBatch], tuple[Tensor, Tensor]],
-    batches: Iterable[MicroBatch],
+    sums: Iterable[tuple[Tensor, Tensor]],
     *,
     device: torch.device | str,
     group: dist.ProcessGroup | None = None,
@@ -41,9 +40,10 @@ def mean_loss(
     """Token-weighted mean loss.
 
     Args:
-        sums: of a micro-batch (loss sum, valid targets), float64 scalars (``Engine.eval_step``).
-        batches: this rank's part of the set, as many on every rank (``data.loader.eval_batches``).
-        group: dp x cp, over which the set is spread; None: it is all here.
+        sums: (loss sum, valid targets) of each of this rank's micro-batches, float64 scalars
+            (``Engine.eval_sums``).
+        group: the ranks over which the set, and the stages that know its losses, are spread;
+            None: it is all here.
 
     Returns:
         (mean, valid targets), equal on all ranks; NaN for a set without a valid target.
@@ -51,8 +51,8 @@ def mean_loss(
     Collective: ``group`` (the world under ZeRO-3).
     """
     total = torch.zeros(2, dtype=torch.float64, device=device)
-    for batch in batches:
-        total += torch.stack(sums(batch))
+    for pair in sums:
+        total += torch.stack(pair)
     if group is not None:
         dist.all_reduce(total, group=group)
     loss_sum, tokens = total.tolist()
@@ -102,7 +102,7 @@ def evaluate(
         return sum_loss(model, batch).double(), count_targets(batch.targets).double()
 
     batches = eval_batches(store, micro, dp_rank=0, dp_size=1)
-    loss, tokens = mean_loss(sums, batches, device=device)
+    loss, tokens = mean_loss(map(sums, batches), device=device)
     perplexity = math.exp(min(loss, 700.0))
     return {"loss": loss, "perplexity": perplexity, "tokens": tokens, "samples": len(store)}
 

@@ -12,6 +12,7 @@ from ds4d import attention
 from ds4d.data.batch import IGNORE, MicroBatch
 from ds4d.tensor_parallel import sequence
 from ds4d.tensor_parallel.cross_entropy import Objective, sum_cross_entropy
+from ds4d.tensor_parallel.state import TensorParallel
 from ds4d.tensor_parallel.vocab import head_of
 
 __all__ = ["Objective", "count_targets", "sum_cross_entropy", "sum_loss"]
@@ -23,6 +24,7 @@ def sum_loss(
     objective: Objective = Objective(),
     *,
     scale: Tensor | float = 1.0,
+    embeds: Tensor | None = None,
 ) -> Tensor:
     """Run the model and sum its token losses; fp32 scalar, the same on every tp rank.
 
@@ -38,18 +40,14 @@ def sum_loss(
         objective: what else is minimised; nothing, where a model is judged.
         scale: what the sum will be multiplied by before its backward pass, as far as is known:
             gradients are rounded to half precision once, with it in them.
+        embeds: [B, S, *], in the place of what the embedding makes of the tokens (``pipeline/``).
 
     Collective: tp, and whatever else the model's forward pass is.
     """
     module = getattr(model, "module", model)
     tp = getattr(module, "ds4d_tp", None)
-    if tp is not None and tp.sequence_parallel:
-        batch = batch.padded(tp.size)
-    inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
-    if _takes_positions(type(module)):
-        inputs["position_ids"] = batch.position_ids
-    if batch.documents is not None and module.config._attn_implementation == attention.NAME:
-        inputs["documents"] = batch.documents
+    batch = padded(batch, tp)
+    inputs = model_inputs(module, batch, embeds)
     head = head_of(module)
     with sequence.scattered(tp):
         if head is None:
@@ -57,6 +55,24 @@ def sum_loss(
             return sum_cross_entropy(logits, batch.targets, objective, scale=scale)
         with head.deferred(batch.targets, objective, scale=scale):
             return model(**inputs).logits
+
+
+def padded(batch: MicroBatch, tp: TensorParallel | None) -> MicroBatch:
+    """With rows that can be cut along the sequence, where they will be."""
+    return batch.padded(tp.size) if tp is not None and tp.sequence_parallel else batch
+
+
+def model_inputs(
+    module: nn.Module, batch: MicroBatch, embeds: Tensor | None = None
+) -> dict[str, Any]:
+    """What a Hugging Face model, or the base model in it, is called with."""
+    tokens = {"input_ids": batch.input_ids} if embeds is None else {"inputs_embeds": embeds}
+    inputs: dict[str, Any] = {**tokens, "use_cache": False}
+    if _takes_positions(type(module)):
+        inputs["position_ids"] = batch.position_ids
+    if batch.documents is not None and module.config._attn_implementation == attention.NAME:
+        inputs["documents"] = batch.documents
+    return inputs
 
 
 @lru_cache

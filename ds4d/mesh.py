@@ -56,6 +56,7 @@ class Mesh:
                     [list(m) for m in members], timeout=timeout
                 )
             groups[name] = made[members]
+        groups |= _pipeline_groups(parallel, groups["pp"], made, timeout)
         return cls(parallel, rank, coordinate_of(rank, parallel), groups)
 
     def group(self, name: str) -> dist.ProcessGroup:
@@ -73,9 +74,9 @@ class Mesh:
 
     @property
     def dropout_rank(self) -> int:
-        """Differs between ranks that hold other tokens outside of attention and MLP, and agrees
-        between those that hold the same."""
-        rank = dist.get_rank(self.groups["dp_cp"])
+        """Differs between ranks that hold other tokens or other layers outside of attention and
+        MLP, and agrees between those that hold the same."""
+        rank = dist.get_rank(self.groups["pp_dp_cp"])
         if not self.parallel.sequence_parallel:
             return rank
         return rank * self.parallel.tp + self.coordinate.tp
@@ -84,6 +85,33 @@ class Mesh:
     def dp(self) -> int:
         """This rank's place on the data axis: which samples it reads."""
         return self.coordinate.dp
+
+
+def _pipeline_groups(
+    parallel: ParallelConfig,
+    pipeline: dist.ProcessGroup,
+    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup],
+    timeout: datetime.timedelta,
+) -> dict[str, dist.ProcessGroup]:
+    """What a pipeline needs besides ``pp``. Collective: the world.
+
+    ``pp_up`` and ``pp_down`` have the ranks of ``pp``. Tensors for a rank of a higher number go
+    through one, for a lower one through the other: so between two ranks a communicator sends in
+    one direction only, and whatever is posted first on either side waits for nothing but its own
+    counterpart. ``pp_ends``: the first and the last rank, which may share a tied weight; on the
+    ranks between them it is ``pp``, and not used.
+    """
+    if parallel.pp == 1:
+        return dict.fromkeys(("pp_up", "pp_down", "pp_ends"), pipeline)
+    lists = group_ranks("pp", parallel)
+    up, down = (
+        dist.new_subgroups_by_enumeration(lists, timeout=timeout)[0] for _ in range(2)
+    )  # fmt: skip
+    ends = pipeline
+    if parallel.pp > 2:
+        pairs = [[ranks[0], ranks[-1]] for ranks in lists]
+        ends = dist.new_subgroups_by_enumeration(pairs, timeout=timeout)[0] or pipeline
+    return {"pp_up": up, "pp_down": down, "pp_ends": ends}
 
 
 class DeepSpeedMpu:
@@ -102,18 +130,25 @@ class DeepSpeedMpu:
     def get_data_parallel_rank(self) -> int:
         return dist.get_rank(self._mesh.group("dp_cp"))
 
+    # norms and overflows are of all parts of a model: those of the stages, too
+
     def get_model_parallel_group(self):
-        return self._mesh.group("tp")
+        return self._mesh.group("model")
 
     def get_model_parallel_world_size(self) -> int:
-        return self._mesh.size("tp")
+        return self._mesh.size("model")
 
     def get_model_parallel_rank(self) -> int:
+        return dist.get_rank(self._mesh.group("model"))
+
+    def get_tensor_model_parallel_group(self):
+        return self._mesh.group("tp")
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self._mesh.size("tp")
+
+    def get_tensor_model_parallel_rank(self) -> int:
         return self._mesh.coordinate.tp
 
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-
     def get_pipeline_model_parallel_world_size(self) -> int:
-        return 1  # the pipeline engine brings a grid of its own
+        return self._mesh.size("pp")

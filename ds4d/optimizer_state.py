@@ -344,6 +344,49 @@ def _placed(flat: Tensor, optimizer: Any, param: nn.Parameter) -> Tensor:
     return flat.view(-1).narrow(0, offset, count)
 
 
+# -- gradients of a pipeline, whose backward passes are not DeepSpeed's ---------------------------
+
+
+def take_over_accumulation(engine: DeepSpeedEngine) -> None:
+    """From here on backward passes are made without DeepSpeed: each is followed by
+    ``accumulate``, and all those of a step by ``engine.allreduce_gradients`` and ``step``."""
+    for hook in getattr(engine.optimizer, "_grad_acc_hooks", ()):
+        hook.remove()
+    engine.set_gradient_accumulation_boundary(True)
+    engine.pipeline_parallelism = True  # ZeRO-1 and stage 0 reduce by what the parameters hold
+
+
+def accumulate(engine: DeepSpeedEngine) -> None:
+    """Add what backward passes have left in ``grad`` to where it is accumulated, in the dtype that
+    was asked for."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, BF16_Optimizer):
+        for group, params in enumerate(optimizer.bf16_groups):
+            for index, param in enumerate(params):
+                if param.grad is not None:
+                    optimizer._update_hp_grad(param, group, index, clear_lp_grads=False)
+                    param.grad = None
+    elif getattr(optimizer, "use_grad_accum_attribute", False):
+        optimizer.fill_grad_accum_attribute()
+
+
+@torch.no_grad()
+def sum_over_stages(
+    engine: DeepSpeedEngine, params: list[nn.Parameter], group: dist.ProcessGroup
+) -> None:
+    """Sum the accumulated gradients of a tied weight, of which the first and the last stage have
+    a copy each, before they are averaged over dp x cp. Collective: ``group``."""
+    optimizer = engine.optimizer
+    for param in params:
+        if isinstance(optimizer, BF16_Optimizer):
+            gradient = param._hp_grad
+        elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+            gradient = optimizer.get_gradient_for_reduction(param)
+        else:
+            gradient = param.grad
+        all_reduce(gradient, group, purpose="tied weights")
+
+
 def _partial(engine: DeepSpeedEngine) -> Gradients:
     return (x for x in _layout(engine).gradients(engine) if getattr(x[0], "tp_partial", False))
 

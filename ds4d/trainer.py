@@ -41,6 +41,7 @@ from ds4d.model.build import DTYPES, build_model
 from ds4d.model.config import hf_config
 from ds4d.monitor import Monitor
 from ds4d.monitor.flops import model_flops, peak_tflops
+from ds4d.pipeline.stage import stage_cutter
 from ds4d.resume import (
     check_continues,
     facts,
@@ -181,6 +182,7 @@ class Trainer:
                 recompute=run.recompute,
                 partition=partition,
                 tp=self.mesh.tensor_parallel(),
+                cut=stage_cutter(run, self.mesh, self.hf_config),
             ),
             device=device,
             total_steps=self.total_steps,
@@ -282,8 +284,9 @@ class Trainer:
             dp_rank=self.mesh.coordinate.dp,
             dp_size=self.run.parallel.dp,
         )
-        group, engine = self.mesh.group("dp_cp"), self.engine
-        return mean_loss(engine.eval_step, batches, device=engine.device, group=group)[0]
+        sums = self.engine.eval_sums(batches)
+        group = self.mesh.group("pp_dp_cp")
+        return mean_loss(sums, device=self.engine.device, group=group)[0]
 
     # -- checkpoints ------------------------------------------------------------------------
 

@@ -115,3 +115,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 OWN_ATTENTION = (
     "bloom", "falcon, one key head", "falcon, groups", "falcon, alibi", "gpt_neo"
 )  # fmt: skip
+
+
+def with_layers(config: dict[str, Any], count: int) -> dict[str, Any]:
+    """The same family with more layers: lists of one entry a layer go on as they began."""
+    name = next(n for n in ("num_hidden_layers", "n_layer", "num_layers") if n in config)
+    changed = {**config, name: count}
+    if "layer_types" in config:
+        changed["layer_types"] = (config["layer_types"] * count)[:count]
+    if "attention_types" in config:  # gpt_neo's: [[[kinds], repeats]]
+        changed["attention_types"] = [[["global", "local"], count // 2], [["global"], count % 2]]
+    return changed

@@ -20,6 +20,7 @@ GROUP_AXES = {
     "pp": ("pp",),
     "dp_cp": ("dp", "cp"),  # DeepSpeed's data axis: gradients are averaged over it
     "model": ("pp", "tp"),  # all shards of one replica of the model
+    "pp_dp_cp": ("pp", "dp", "cp"),  # losses, which are known to the last stages, are summed over it
 }
 
 

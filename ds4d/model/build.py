@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,7 @@ def build_model(
     recompute: str = "none",
     partition: Callable[[nn.Module], None] | None = None,
     tp: TensorParallel | None = None,
+    cut: Callable[[PreTrainedModel], Any] | None = None,
 ) -> PreTrainedModel:
     """Build the model in train mode, with its weights read or drawn.
 
@@ -77,6 +78,7 @@ def build_model(
         partition: gets each module that owns parameters as soon as these are filled; modules
             below it had their turn. A tied parameter is there once, in the module that comes first.
         tp: whose rank's part is built; None: one rank's, which is the whole model.
+        cut: takes away what this rank of a pipeline does not hold; nothing of that is made.
 
     Raises:
         ValueError: the folder does not fit the config, or the model has no initial values.
@@ -88,6 +90,8 @@ def build_model(
     tp = TensorParallel(NoGroup()) if tp is None else tp
     tp.recompute = recompute
     inject(built, tp)
+    if cut is not None:
+        cut(built)
     logical = logical_model(config)
     values = InitialValues(logical, seed=seed)
     if model.path is not None:
@@ -125,10 +129,11 @@ def fill(
 
     Args:
         model: with logical shapes, or a tp rank's part of it, its cut tensors with ``tp_shard``.
-        values: asked once for tied names.
+        values: asked once for tied names, by the name of the first of them.
         partition: see ``build_model``.
     """
     done: set[Tensor] = set()
+    sources = model.all_tied_weights_keys  # a stage may have the head's weight and no embedding
     for path, module in _children_first(model):
         new_parameters = False
         for name, tensor in _own_tensors(module):
@@ -136,7 +141,8 @@ def fill(
                 continue
             name = f"{path}.{name}" if path else name
             dtype = _dtype_of(name, tensor, model)
-            _become(tensor, _value(values, name, tensor).to(device=device, dtype=dtype))
+            value = _value(values, sources.get(name, name), tensor)
+            _become(tensor, value.to(device=device, dtype=dtype))
             done.add(tensor)
             new_parameters |= isinstance(tensor, nn.Parameter)
         if new_parameters and partition is not None:

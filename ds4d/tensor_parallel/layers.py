@@ -19,6 +19,7 @@ from ds4d import comm
 from ds4d.tensor_parallel.blocks import PURPOSE, Entry, enter, entry_of
 from ds4d.tensor_parallel.overlap import parts_for, row_product
 from ds4d.tensor_parallel.state import TensorParallel
+from ds4d.weight_gradients import linear, weight_gradient
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -45,7 +46,8 @@ class _ColumnProduct(torch.autograd.Function):
         grad_weight = grad_bias = None
         if needs_weight:
             x = entry.gathered() if entry.keeps_shard else x
-            grad_weight = grad.T @ x.reshape(-1, x.shape[-1])
+            inputs = x.reshape(-1, x.shape[-1])
+            grad_weight = weight_gradient(weight, lambda: grad.T @ inputs)
         if needs_bias:
             grad_bias = grad.sum(0)
         return None, grad_weight, grad_bias, None, None
@@ -143,13 +145,14 @@ class RowLinear(ParallelLinear):
         weight = self.matrix
         if self.real is not None:  # padding neither adds nor learns
             x, weight = x[..., : self.real], weight[:, : self.real]
+        product = linear if self.tp.split_backward else F.linear
         if not self.exits:
-            y = F.linear(x, weight)
+            y = product(x, weight)
             return y if self.bias is None else y + self.bias / self.tp.size
         if (parts := parts_for(x, self.tp)) > 1:
             y = row_product(x, weight, self.tp, parts)
         else:
-            y = leave(F.linear(x, weight), self.tp)
+            y = leave(product(x, weight), self.tp)
         return y if self.bias is None else y + self.bias
 
 

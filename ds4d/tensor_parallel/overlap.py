@@ -19,6 +19,7 @@ from torch import Tensor
 from ds4d import comm
 from ds4d.tensor_parallel.blocks import PURPOSE
 from ds4d.tensor_parallel.state import TensorParallel
+from ds4d.weight_gradients import weight_gradient
 
 # In how many parts; on the CPU the sums take the cores from the products.
 PARTS = {"cuda": 4, "cpu": 1}
@@ -61,7 +62,9 @@ class _RowProduct(torch.autograd.Function):
         for stretch, part in zip(stretches, pending):
             whole[:, :, stretch] = part.wait().unflatten(1, (by_rank.shape[1], -1))
             grad_x[:, :, stretch] = whole[:, :, stretch] @ weight
-        grad_weight = whole.flatten(0, 2).T @ x.flatten(0, 1)
+        grad_weight = weight_gradient(
+            weight, lambda: whole.flatten(0, 2).T @ x.flatten(0, 1)
+        )
         return grad_x.view_as(x), grad_weight, None, None
 
 

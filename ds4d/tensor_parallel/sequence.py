@@ -26,7 +26,8 @@ from ds4d.tensor_parallel.vocab import ParallelHead
 
 def install(model: PreTrainedModel, tp: TensorParallel) -> None:
     """Make the model ready for ``tp.scattered``, and let each forward pass begin without it."""
-    model.register_forward_pre_hook(partial(_begin, tp))
+    for entrance in {model, model.base_model}:  # a pipeline's stages have no use for the head
+        entrance.register_forward_pre_hook(partial(_begin, tp))
     last = blueprint_of(model.config.model_type).whole_after
     if last is not None:
         model.get_submodule(last).register_forward_hook(partial(_make_whole, tp))

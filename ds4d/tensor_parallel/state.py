@@ -28,6 +28,7 @@ class TensorParallel:
         rank holding 1 / tp of the tokens.
     overlap: communicate beside matrix products, where the device gains by it.
     recompute: "none", "selective" or "full": how activations are kept.
+    split_backward: a pipeline computes weight gradients apart (``ds4d/weight_gradients.py``).
     scattered: it is cut so in the present forward pass, and in its backward pass; not where text
         is generated. Set where a forward pass begins (``sequence.py``).
     """
@@ -36,6 +37,7 @@ class TensorParallel:
     sequence_parallel: bool = False
     overlap: bool = True
     recompute: str = "none"
+    split_backward: bool = False
     scattered: bool = False
 
     @property

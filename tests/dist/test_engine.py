@@ -173,7 +173,7 @@ def losses_of(run, batch):
     engine = make_engine(run)
     micro_batches = share(batch, run)
     loss = engine.train_step(micro_batches).loss
-    sums = [torch.stack(engine.eval_step(micro)) for micro in micro_batches]
+    sums = [torch.stack(pair) for pair in engine.eval_sums(micro_batches)]
     return loss, [float(x) for x in sum(sums)]
 
 

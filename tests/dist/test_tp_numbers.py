@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.dist.test_tp_parity import SGD, make_engine, make_run
+from tests.parity import SGD, make_engine, make_run
 from tests.harness import run_distributed
 from tests.reference import rows, samples
 from tests.tp_families import COMMON

@@ -10,10 +10,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.dist.test_tp_parity import ADAMW, GLOBAL_BATCH, make_engine, make_run
+from tests.parity import ADAMW, make_engine, make_run
 from tests.harness import run_distributed
 from tests.reference import rows, samples
 from tests.tp_families import FAMILIES, GPT2_LIKE
+
+
+BATCH = 4
 
 
 def save_model(path: Path, **config) -> Path:
@@ -77,7 +80,7 @@ def test_masks_agree_where_activations_do_and_differ_where_they_are_cut(dropping
         make_run(dropping, tp=2, dp=2, stage=1, optimizer=ADAMW, micro=2, **layout)
         for layout in layouts
     ]
-    ranks = run_distributed(drop, 4, runs=runs, batch=samples(GLOBAL_BATCH, 24))
+    ranks = run_distributed(drop, 4, runs=runs, batch=samples(BATCH, 24))
     for index, layout in enumerate(layouts):
         (one, masks, seeds, result), *others = [rank[index] for rank in ranks]
         assert one == (0, 0, 0, 0) and len(masks) == 5 and any(mask.any() for mask in masks)
@@ -127,7 +130,7 @@ def hashes_of_whole_weights(runs, steps):
         engine, mesh = make_engine(run)
         lines = []
         for step in range(steps):
-            engine.train_step(micro_batches(run, mesh, samples(GLOBAL_BATCH, 24, seed=step)))
+            engine.train_step(micro_batches(run, mesh, samples(BATCH, 24, seed=step)))
             lines.append(
                 {
                     name: crc32(p.detach().float().numpy().tobytes())
@@ -168,7 +171,7 @@ def use_as_hugging_face_does(run, batch, prompt):
 
 def test_the_model_stays_a_hugging_face_model(tmp_path):
     folder = save_model(tmp_path, **FAMILIES["gemma2"])
-    batch, prompt = samples(GLOBAL_BATCH, 24), torch.tensor([[5, 7, 11, 13], [3, 2, 96, 17]])
+    batch, prompt = samples(BATCH, 24), torch.tensor([[5, 7, 11, 13], [3, 2, 96, 17]])
     made = []
     for tp in (1, 2):
         run = make_run(folder, tp=tp, sequence_parallel=tp > 1, stage=0, optimizer=ADAMW)

@@ -1,0 +1,232 @@
+"""The one engine of all schedules: runs a rank's passes in their order, and moves what they need.
+
+A pass of a micro-batch through a chunk takes the hidden state from the stage before (or the tokens)
+and hands its own on; its backward pass goes the other way. What is held in between is the chunk's
+input and the way back through it, not its output: that is let go when it has been sent.
+
+Letters: B sequences, S tokens, s = S / t of them under sequence parallelism, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ds4d.config.types import PipelineConfig
+from ds4d.data.batch import MicroBatch
+from ds4d.loss import Objective, count_targets, model_inputs, padded, sum_loss
+from ds4d.mesh import Mesh
+from ds4d.pipeline.actions import Action, Kind, Schedule
+from ds4d.pipeline.p2p import Mail, Message, messages_to
+from ds4d.pipeline.schedules import forward_only, make_schedule, placement_of
+from ds4d.pipeline.stage import Stages
+from ds4d.tensor_parallel import sequence
+from ds4d.tensor_parallel.state import TensorParallel
+from ds4d.weight_gradients import Deferred, deferring, make_deferrable
+
+SPLIT_BACKWARD = ("zb-h1",)
+
+
+class _Held(NamedTuple):
+    """Between the forward and the backward pass of a micro-batch through a chunk.
+
+    Attributes:
+        hidden: what went in, a leaf; None: the embedding is in the chunk.
+        end: where the way back begins; None: nothing in the chunk learns.
+    """
+
+    hidden: Tensor | None
+    end: GradientEdge | None
+
+
+class Pipeline:
+    """This rank's chunks, in the order of a schedule. Its methods are collective over ``pp`` (and
+    whatever the model's passes are).
+
+    Args:
+        stages: this rank's part of the model.
+        config: the schedule, and chunks on each rank.
+    """
+
+    def __init__(
+        self, stages: Stages, mesh: Mesh, config: PipelineConfig, *, device: torch.device
+    ) -> None:
+        self.stages = stages
+        self._mesh, self._device = mesh, device
+        self._dtype = torch.float32 if stages.anatomy.fp32_hidden else stages.model.dtype
+        schedule, chunks = config.schedule, config.chunks
+        self._rank, self._ranks = mesh.coordinate.pp, mesh.parallel.pp
+        self._placement = placement_of(schedule, self._ranks, chunks)
+        self._mine = tuple(self._placement.of_rank(self._rank))
+        self._tp: TensorParallel = stages.model.ds4d_tp
+        if schedule in SPLIT_BACKWARD:
+            make_deferrable(stages.model)
+            self._tp.split_backward = True
+
+        @lru_cache(maxsize=8)
+        def plan(micro_batches: int, training: bool):
+            if training:
+                order = make_schedule(
+                    schedule, ranks=self._ranks, chunks=chunks, micro_batches=micro_batches
+                )
+            else:
+                order = forward_only(self._placement, micro_batches)
+            return order, messages_to(self._rank, order)
+
+        self._plan = plan
+
+    def train(
+        self,
+        batches: Sequence[MicroBatch],
+        objective: Objective,
+        *,
+        scale: Tensor,
+        accumulated: Callable[[], None],
+    ) -> Tensor:
+        """All forward and backward passes of one step.
+
+        Args:
+            batches: on the device.
+            scale: the sum of token losses is multiplied by it before its backward pass.
+            accumulated: called after each pass that has added to gradients.
+
+        Returns:
+            the sum of token losses on the ranks that have the last stage, else 0. fp32 scalar.
+        """
+        run = _Run(self, *self._plan(len(batches), True), batches)
+        with torch.enable_grad():
+            return run.train(objective, scale, accumulated)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
+        """(sum of token losses, count of valid targets) of each micro-batch, float64 scalars, on
+        the ranks that have the last stage; zeros on the others."""
+        return _Run(self, *self._plan(len(batches), False), batches).evaluate()
+
+    # -- what a run asks for ----------------------------------------------------------------
+
+    def new_hidden(self, batch: MicroBatch) -> Tensor:
+        """[B, s, E], to be received into."""
+        rows, tokens = batch.input_ids.shape
+        if self._tp.sequence_parallel:
+            tokens //= self._tp.size
+        width = self.stages.anatomy.width
+        return torch.empty(rows, tokens, width, dtype=self._dtype, device=self._device)
+
+
+class _Run:
+    """One pass through a schedule."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        incoming: dict[int, tuple[Message, ...]],
+        batches: Sequence[MicroBatch],
+    ) -> None:
+        self._pipeline, self._stages = pipeline, pipeline.stages
+        self._places = schedule.placement.places
+        self._actions = schedule.actions[pipeline._rank]
+        self._batches = [padded(batch, pipeline._tp) for batch in batches]
+        mesh = pipeline._mesh
+        self._mail = Mail(
+            pipeline._rank,
+            incoming,
+            up=mesh.group("pp_up"),
+            down=mesh.group("pp_down"),
+            new_tensor=lambda message: pipeline.new_hidden(self._batches[message.micro_batch]),
+        )
+        self._here: dict[Message, Tensor] = {}  # between two chunks of this rank
+        self._held: dict[tuple[int, int], _Held] = {}
+        self._deferred: dict[tuple[int, int], Deferred] = {}
+
+    def train(self, objective: Objective, scale: Tensor, accumulated: Callable[[], None]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=self._pipeline._device)
+        for action in self._actions:
+            if action.kind is Kind.FORWARD:
+                loss = self._forward(action, objective, scale)
+                if loss is not None:
+                    total += loss.detach()
+            elif action.kind is Kind.WEIGHT:
+                self._deferred.pop(action[1:]).compute()
+                accumulated()
+            else:
+                self._backward(action)
+                accumulated()
+        self._mail.finish()
+        return total
+
+    def evaluate(self) -> list[tuple[Tensor, Tensor]]:
+        zero = torch.zeros((), dtype=torch.float64, device=self._pipeline._device)
+        found = [(zero, zero)] * len(self._batches)
+        for action in self._actions:
+            loss = self._forward(action, Objective(), 1.0)
+            if loss is not None:
+                count = count_targets(self._batches[action.micro_batch].targets)
+                found[action.micro_batch] = (loss.double(), count.double())
+        self._mail.finish()
+        return found
+
+    def _forward(
+        self, action: Action, objective: Objective, scale: Tensor | float
+    ) -> Tensor | None:
+        """Returns: the loss, of the last chunk."""
+        chunk, batch = self._stages.chunks[action.chunk], self._batches[action.micro_batch]
+        stage = self._pipeline._mine[action.chunk]
+        model, hidden, embeds = self._stages.model, None, None
+        if not chunk.first:
+            hidden = self._take(Message(stage, action.micro_batch, gradient=False))
+            hidden.requires_grad_(torch.is_grad_enabled())
+            embeds = self._stages.embeds(batch, hidden)
+        with self._stages.running(chunk, hidden) as stream:
+            if chunk.last:
+                output = sum_loss(model, batch, objective, scale=scale, embeds=embeds)
+            else:
+                base = model.base_model
+                with sequence.scattered(self._pipeline._tp):
+                    base(**model_inputs(base, batch, embeds))
+                output = stream.taken
+        if torch.is_grad_enabled():
+            end = output * scale if chunk.last else output
+            edge = get_gradient_edge(end) if end.requires_grad else None
+            self._held[action[1:]] = _Held(hidden, edge)
+        if chunk.last:
+            return output
+        self._give(Message(stage + 1, action.micro_batch, gradient=False), output.detach())
+        return None
+
+    def _backward(self, action: Action) -> None:
+        chunk, stage = self._stages.chunks[action.chunk], self._pipeline._mine[action.chunk]
+        hidden, end = self._held.pop(action[1:])
+        gradient = None
+        if not chunk.last:
+            gradient = self._take(Message(stage, action.micro_batch, gradient=True))
+        if action.kind is Kind.INPUT:
+            with deferring() as self._deferred[action[1:]]:
+                _go_back(end, gradient)
+        else:
+            _go_back(end, gradient)
+        if not chunk.first:
+            answer = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+            self._give(Message(stage - 1, action.micro_batch, gradient=True), answer)
+
+    def _take(self, message: Message) -> Tensor:
+        here = self._here.pop(message, None)
+        return self._mail.receive(message) if here is None else here
+
+    def _give(self, message: Message, x: Tensor) -> None:
+        to = self._places[message.stage].rank
+        if to == self._pipeline._rank:
+            self._here[message] = x
+        else:
+            self._mail.send(x, to)
+
+
+def _go_back(end: GradientEdge | None, gradient: Tensor | None) -> None:
+    if end is not None:
+        torch.autograd.backward(end, gradient)

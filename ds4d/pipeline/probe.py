@@ -1,0 +1,217 @@
+"""What a model's forward does around its layers, found by running it once without memory.
+
+A pipeline cuts a model between its layers. That is right if a layer's hidden state is all that one
+layer hands to the next, and all that comes out of the last one. So the model's own forward is run
+on fake tensors, with every layer's output replaced by a fresh leaf of autograd: what then reaches
+a later layer, or the end, by another way gives itself away by its gradient.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from ds4d import attention
+from ds4d.pipeline.stack import layer_stack
+
+NO_ATTENTION = "ds4d_probe"  # only shapes matter
+SHAPE = (2, 4)  # of the ids it is tried with: B, S
+DTYPE = torch.bfloat16  # so that a residual stream kept in fp32 shows
+
+
+@dataclass
+class Anatomy:
+    """A model around its layers.
+
+    Attributes:
+        stack: path of the list of layers.
+        outputs: of each layer, how many things it returns; 0: a hidden state that is not in a
+            tuple.
+        before: paths of the modules outside of the layers, with parameters of their own, that are
+            called before the first layer.
+        after: those that are called after the last layer, or by nobody but the head.
+        width: features of the hidden states between layers.
+        fp32_hidden: they are fp32 whatever the parameters are.
+    """
+
+    stack: str
+    outputs: list[int] = field(default_factory=list)
+    before: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    width: int = 0
+    fp32_hidden: bool = False
+
+
+def hidden_of(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """The hidden state among what a layer is called with."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def probe(config: PreTrainedConfig) -> Anatomy:
+    """Build the model of ``config`` without memory and run it once.
+
+    Raises:
+        ValueError: it can't be cut between its layers; says why.
+    """
+    with FakeTensorMode(), _quiet():
+        model = AutoModelForCausalLM.from_config(
+            deepcopy(config), dtype=DTYPE, attn_implementation=_implementation(config)
+        )
+        path, layers = layer_stack(model)
+        watch = _Watch(Anatomy(path), layers)
+        for _ in watch.hooks(model):
+            pass
+        watch.check_end(_run(model))
+    return watch.anatomy
+
+
+def _implementation(config: PreTrainedConfig) -> str:
+    chosen = attention.implementation_for(config)
+    if chosen != attention.NAME:
+        return chosen
+    AttentionInterface.register(NO_ATTENTION, _no_attention)
+    AttentionMaskInterface.register(NO_ATTENTION, lambda *_args, **_kwargs: None)
+    return NO_ATTENTION
+
+
+def _no_attention(_module, query: Tensor, _key, value: Tensor, *_args, **_kwargs):
+    """[B, H, q, D], [B, K, k, D'] -> [B, q, H, D']"""
+    batch, heads, queries, _ = query.shape
+    return value.new_empty(batch, queries, heads, value.shape[-1]), None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs what fake tensors can't do, which is no news to a user."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _run(model: PreTrainedModel) -> Tensor:
+    base = model.base_model
+    ids = torch.zeros(SHAPE, dtype=torch.long)
+    # with a mask transformers does not look for documents in the positions
+    inputs = {"input_ids": ids, "use_cache": False, "attention_mask": torch.ones_like(ids)}
+    if "position_ids" in inspect.signature(base.forward).parameters:
+        inputs["position_ids"] = ids
+    try:
+        return base(**inputs)[0]
+    except _Refusal:
+        raise
+    except Exception as error:  # whatever a family's own code makes of it
+        text = str(error).partition("\n")[0]
+        raise ValueError(
+            f"its forward could not be followed ({type(error).__name__}: {text})"
+        ) from error
+
+
+class _Refusal(ValueError):
+    """Passes through a model's own code."""
+
+
+@dataclass
+class _Watch:
+    """Hooks on one forward pass."""
+
+    anatomy: Anatomy
+    layers: nn.ModuleList
+    leaves: list[Tensor] = field(default_factory=list)  # of the embedding, then of each layer
+
+    def hooks(self, model: PreTrainedModel) -> Iterator[Any]:
+        inside = {id(module) for module in self.layers.modules()}
+        for name, module in model.named_modules():
+            if id(module) in inside or not list(module.parameters(recurse=False)):
+                continue
+            if isinstance(module, PreTrainedModel):
+                raise ValueError(f"{name or 'the model'} has parameters that are in no module")
+            self.anatomy.after.append(name)
+            yield module.register_forward_pre_hook(self._outside(name))
+        yield model.get_input_embeddings().register_forward_hook(self._embedded)
+        for index, layer in enumerate(self.layers):
+            yield layer.register_forward_pre_hook(self._entering(index), with_kwargs=True)
+            yield layer.register_forward_hook(self._leaving)
+
+    @property
+    def _done(self) -> int:
+        return len(self.anatomy.outputs)
+
+    def _outside(self, name: str):
+        anatomy = self.anatomy
+
+        def hook(_module: nn.Module, _args: tuple) -> None:
+            if self._done == 0 and name in anatomy.after:
+                anatomy.after.remove(name)
+                anatomy.before.append(name)
+            elif self._done and name in anatomy.before:
+                raise _Refusal(f"{name} is used before the layers and again later")
+            elif 0 < self._done < len(self.layers):
+                raise _Refusal(f"{name} is used between layers")
+
+        return hook
+
+    def _embedded(self, _module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
+        return self._leaf(output)
+
+    def _leaf(self, like: Tensor) -> Tensor:
+        self.leaves.append(torch.empty_like(like, requires_grad=True))
+        return self.leaves[-1]
+
+    def _entering(self, index: int):
+        def hook(_layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            if index != self._done:
+                raise _Refusal(f"layer {index} is called as number {self._done}")
+            hidden = hidden_of(args, kwargs)
+            if index and hidden is not self.leaves[-1]:
+                raise _Refusal(f"layer {index} takes something else than layer {index - 1} returns")
+            for value in _opened([*args, *kwargs.values()]):
+                if isinstance(value, dict | list):
+                    raise _Refusal(f"its layers share a {type(value).__name__}")
+                if isinstance(value, Tensor) and value is not hidden and value.requires_grad:
+                    raise _Refusal(f"layer {index} takes more that is learned than a hidden state")
+
+        return hook
+
+    def _leaving(self, _layer: nn.Module, _args: tuple, output: Any) -> Any:
+        whole = output if isinstance(output, tuple) else (output,)
+        self.anatomy.outputs.append(len(whole) if isinstance(output, tuple) else 0)
+        self.anatomy.width = whole[0].shape[-1]
+        self.anatomy.fp32_hidden |= whole[0].dtype == torch.float32
+        replaced = self._leaf(whole[0])
+        return (replaced, *whole[1:]) if isinstance(output, tuple) else replaced
+
+    def check_end(self, end: Tensor) -> None:
+        if self._done != len(self.layers):
+            raise ValueError(f"only {self._done} of its {len(self.layers)} layers are called")
+        found = torch.autograd.grad(end.sum(), self.leaves, allow_unused=True)
+        if found[-1] is None or any(grad is not None for grad in found[:-1]):
+            raise ValueError("what comes out is not made of the last layer's output alone")
+
+
+def _opened(values: list[Any]) -> Iterator[Any]:
+    """Tables of cosines and sines come in pairs."""
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _opened(list(value))
+        else:
+            yield value

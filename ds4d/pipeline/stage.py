@@ -1,0 +1,219 @@
+"""One rank's part of a Hugging Face model: some of its layers, and its own forward to run them.
+
+The model keeps its shape. Where a layer of another rank was stands a ``Passage``, which passes on
+what it is given; where the embedding or the final norm was, an ``Absent``. Both hold no tensors, so
+these take no memory and are never read from a file, and both show the attributes of what they
+stand for, so that layer types and indices hold. A chunk runs by the base model's own forward, with
+masks, positions and per-layer arguments as that makes them. Two passages are awake:
+
+    the one before the chunk's first layer   puts the hidden state that came in the stream's place
+    the one after its last layer             takes what goes on to the next stage
+
+What the forward does before and after (scaling embeddings, adding learned positions, the final
+norm) thus happens to the first and last chunk's stream only, in every family.
+
+Letters: B sequences, S tokens, s = S / t of them under sequence parallelism, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.runtime.constants import PIPE_REPLICATED
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ds4d.config.types import RunConfig
+from ds4d.data.batch import MicroBatch
+from ds4d.mesh import Mesh
+from ds4d.pipeline.partition import split_of
+from ds4d.pipeline.probe import Anatomy, hidden_of, probe
+
+
+@dataclass
+class _Stream:
+    """What the passages of one model share: the chunk that runs, and the hidden state at its ends.
+
+    Attributes:
+        start, stop: its layers.
+        given: what came from the stage before; None: the chunk begins with the embedding.
+        taken: what goes to the next stage.
+    """
+
+    start: int = 0
+    stop: int = 0
+    given: Tensor | None = None
+    taken: Tensor | None = None
+
+
+class StandIn(nn.Module):
+    """Shows the attributes of a module without holding it, as a submodule or otherwise."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_stands_for"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        if "_stands_for" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["_stands_for"], name)
+
+
+class Passage(StandIn):
+    """In a layer's place, where the layer is not in the chunk.
+
+    Args:
+        outputs: how many things the layer returns, 0: no tuple.
+    """
+
+    def __init__(self, layer: nn.Module, index: int, outputs: int, stream: _Stream) -> None:
+        super().__init__(layer)
+        self.__dict__ |= {"_index": index, "_outputs": outputs, "_stream": stream}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, stream = hidden_of(args, kwargs), self._stream
+        if self._index == stream.start - 1:
+            hidden = stream.given
+        elif self._index == stream.stop:
+            stream.taken = hidden
+            hidden = hidden.detach()
+        return (hidden, *[None] * (self._outputs - 1)) if self._outputs else hidden
+
+
+class Absent(StandIn):
+    """In the place of a module before or after the layers: passes on hidden states, and has nothing
+    to add where it is asked for something else (learned positions)."""
+
+    def forward(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        return x if x.is_floating_point() else torch.zeros((), device=x.device)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Layers [start, stop), with the embedding if ``first``, and with norm, head and loss if
+    ``last``."""
+
+    start: int
+    stop: int
+    first: bool
+    last: bool
+    layers: nn.ModuleList
+
+
+class Stages:
+    """A model on meta, cut in place to what one rank holds of it; the model has it as
+    ``ds4d_stages``.
+
+    A weight that the embedding and the head share is on the first and the last stage, once each,
+    if these are on different ranks.
+
+    Attributes:
+        chunks: of this rank.
+        tied: parameters here that are copies of one on another rank.
+        shared_names: of the one that is not there under the name that comes first: that name.
+
+    Args:
+        model: with all its layers; other axes have cut these already.
+        anatomy: of the model.
+        bounds: [start, stop) of the layers of all virtual stages, in the model's order.
+        mine: this rank's virtual stages, by chunk.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        anatomy: Anatomy,
+        bounds: Sequence[tuple[int, int]],
+        mine: Sequence[int],
+    ) -> None:
+        self.model, self.anatomy = model, anatomy
+        self._stream = _Stream()
+        whole = model.get_submodule(anatomy.stack)
+        passages = [
+            Passage(layer, index, outputs, self._stream)
+            for index, (layer, outputs) in enumerate(zip(whole, anatomy.outputs, strict=True))
+        ]
+
+        def layers_in(*ranges: range) -> nn.ModuleList:
+            return nn.ModuleList(
+                layer if any(index in r for r in ranges) else passages[index]
+                for index, layer in enumerate(whole)
+            )
+
+        last = len(bounds) - 1
+        self.chunks = [
+            Chunk(*bounds[stage], stage == 0, stage == last, layers_in(range(*bounds[stage])))
+            for stage in mine
+        ]
+        self._show(layers_in(*(range(*bounds[stage]) for stage in mine)))
+        for paths, held in ((anatomy.before, 0 in mine), (anatomy.after, last in mine)):
+            for path in () if held else paths:
+                _replace(model, path, Absent(model.get_submodule(path)))
+        self.tied: list[nn.Parameter] = []
+        self.shared_names: dict[nn.Parameter, str] = {}
+        self._find_tied()
+        model.ds4d_stages = self
+
+    def _find_tied(self) -> None:
+        here = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, source in self.model.all_tied_weights_keys.items():
+            if (name in here) == (source in here):
+                continue
+            param = here.get(name, here.get(source))
+            self.tied.append(param)
+            if name in here:
+                self.shared_names[param] = source
+                setattr(param, PIPE_REPLICATED, True)  # DeepSpeed's norms count the other one
+
+    def _show(self, layers: nn.ModuleList) -> None:
+        _replace(self.model, self.anatomy.stack, layers)
+
+    @contextmanager
+    def running(self, chunk: Chunk, hidden: Tensor | None) -> Iterator[_Stream]:
+        """Within, the model's forward, given ``embeds`` if it is not the first, is that of a chunk.
+
+        Args:
+            hidden: [B, s, E], what came from the stage before.
+
+        Yields:
+            where the chunk's output is afterwards, in ``taken``; the last one's is the forward's.
+        """
+        all_of_mine = self.model.get_submodule(self.anatomy.stack)
+        stream = self._stream
+        stream.start, stream.stop, stream.given = chunk.start, chunk.stop, hidden
+        self._show(chunk.layers)
+        try:
+            yield stream
+        finally:
+            self._show(all_of_mine)
+            stream.given = stream.taken = None
+
+    def embeds(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
+        """Something to be given in the embedding's place: of its shape, without memory. [B, S, *]"""
+        width = self.model.get_input_embeddings().embedding_dim
+        return hidden.new_zeros(()).expand(*batch.input_ids.shape, width)
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
+
+
+def stage_cutter(
+    run: RunConfig, mesh: Mesh, config: PreTrainedConfig
+) -> Callable[[PreTrainedModel], Stages] | None:
+    """What ``build_model`` cuts this rank's stages with; None: there is no pipeline.
+
+    Raises:
+        ValueError: the model can't be cut so.
+    """
+    if run.parallel.pp == 1:
+        return None
+    split = split_of(run, config)
+    mine = tuple(split.placement.of_rank(mesh.coordinate.pp))
+    return partial(Stages, anatomy=probe(config), bounds=split.bounds, mine=mine)

@@ -1,0 +1,94 @@
+"""Gradients of weights that are computed later than those of inputs.
+
+The backward pass of a product y = x W^T is two products: one for the gradient of x, which the
+layers before wait for, and one for that of W, for which nobody waits. A schedule like zb-h1 puts
+the second one where a rank would be idle (Qi et al. 2024, arXiv 2401.10241). Within ``deferring``
+the products that know of it (``linear``, and those of tensor parallelism) leave the second one
+behind; ``Deferred.compute`` makes up for it. All other gradients come at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+
+@dataclass
+class Deferred:
+    """Of one backward pass: weights, and how to compute their gradients. It keeps the inputs and
+    the gradients of the outputs of these products."""
+
+    products: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
+
+    def compute(self) -> None:
+        """Accumulate the gradients, once; what was kept is let go as it is used."""
+        self.products.reverse()
+        while self.products:
+            weight, product = self.products.pop()
+            torch.autograd.backward(weight, product())
+
+
+_deferred: Deferred | None = None  # of the backward pass that runs; on GPUs that is another thread
+
+
+@contextmanager
+def deferring() -> Iterator[Deferred]:
+    """Backward passes within leave weight gradients behind."""
+    global _deferred
+    _deferred = Deferred()
+    try:
+        yield _deferred
+    finally:
+        _deferred = None
+
+
+def weight_gradient(weight: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
+    """For a backward pass to return: the gradient, or nothing when it is computed later."""
+    if _deferred is None:
+        return product()
+    _deferred.products.append((weight, product))
+    return None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])  # [N, O]
+        grad_x = grad @ weight if needs_x else None
+        grad_weight = None
+        if needs_weight:
+            inputs = x.reshape(-1, x.shape[-1])  # [N, I]
+            grad_weight = weight_gradient(weight, lambda: rows.T @ inputs)
+        return grad_x, grad_weight, rows.sum(0) if needs_bias else None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b, [..., I] -> [..., O], whose weight gradient can be deferred."""
+    return _Linear.apply(x, weight, bias)
+
+
+def make_deferrable(module: nn.Module) -> None:
+    """Let the linear layers below ``module`` use ``linear``, where they are transformers' plain
+    ones."""
+    for layer in module.modules():
+        if type(layer).forward in (nn.Linear.forward, Conv1D.forward):
+            transposed = isinstance(layer, Conv1D)
+            layer.forward = partial(_forward, layer, transposed)
+
+
+def _forward(layer: nn.Module, transposed: bool, x: Tensor) -> Tensor:
+    return linear(x, layer.weight.T if transposed else layer.weight, layer.bias)
