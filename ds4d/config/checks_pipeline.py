@@ -28,7 +28,7 @@ def zero_fits_the_pipeline(draft: Draft) -> Problems:
 
 @rule(PP, "zero_optimization.offload_optimizer")
 def optimizer_stays_on_the_device(draft: Draft) -> Problems:
-    """DeepSpeed's offloading collects gradients in backward hooks, which a pipeline does not use."""
+    """DeepSpeed's offloading collects gradients in backward hooks, which pipelines do not use."""
     device = draft.number("zero_optimization.offload_optimizer.device") or "none"
     if device != "none" and draft.degree("pp") > 1:
         yield Problem(
@@ -73,7 +73,7 @@ def every_stage_has_a_layer(draft: Draft) -> Problems:
     product = f"{pp}" if chunks == 1 else f"{pp} x {CHUNKS} {chunks} = {placement.stages}"
     yield Problem(
         PP,
-        f"{product} stages for the {layers} layers of the model would leave some empty; "
+        f"{product} stages for num_hidden_layers {layers} would leave some empty; "
         f"{', or '.join(fixes)}",
     )
 

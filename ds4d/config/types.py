@@ -152,10 +152,10 @@ class PipelineConfig:
     r of the model), always 2 for "dualpipev" (r and 2 x pp - 1 - r), 1 for the others."""
 
     split: tuple[int | str, ...] | None = None
-    """Layers of each of the pp x chunks stages, in the order of the model: numbers of layers ([7, 8,
-    8, 7]), or the names of the layers at which the second stage and all later ones begin
-    (["model.layers.7", ...]). Absent: cut so that the most expensive stage costs as little as can
-    be, embedding and head included."""
+    """Layers of each of the pp x chunks stages, in the order of the model: numbers of layers, as in
+    [7, 8, 8, 7], or the names of the layers at which the second stage and all later ones begin, as
+    in ["model.layers.7", "model.layers.15"]. Absent: cut so that the most expensive stage costs as
+    little as can be, embedding and head included."""
 
 
 @dataclass(frozen=True)

@@ -212,8 +212,8 @@ def _by_counts(counts: Sequence[int], even: Bounds) -> Bounds:
     fix = f"leave it out to cut by cost, which gives {fitting}"
     if len(counts) != len(even):
         raise ValueError(
-            f"{show(counts)} has {len(counts)} numbers of layers for {len(even)} stages "
-            f"(ds4d.parallel.pp x ds4d.pipeline.chunks); {fix}"
+            f"{show(counts)}: the {len(even)} stages (ds4d.parallel.pp x ds4d.pipeline.chunks) "
+            f"need {len(even)} numbers of layers, not {len(counts)}; {fix}"
         )
     if min(counts) < 1:
         raise ValueError(
@@ -232,8 +232,9 @@ def _by_names(names: Sequence[str], even: Bounds, path: str) -> Bounds:
     fix = f"leave it out to cut by cost, which gives {show([layers[s] for s, _ in even[1:]])}"
     if len(names) != len(even) - 1:
         raise ValueError(
-            f"{show(names)} has {len(names)} names for {len(even)} stages (ds4d.parallel.pp x "
-            f"ds4d.pipeline.chunks), which begin at {len(even) - 1} of them after the first; {fix}"
+            f"{show(names)}: the {len(even)} stages (ds4d.parallel.pp x ds4d.pipeline.chunks) "
+            f"need {len(even) - 1} names of layers, where each after the first one begins, not "
+            f"{len(names)}; {fix}"
         )
     for name in names:
         if name not in layers:
