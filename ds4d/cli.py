@@ -48,7 +48,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ds4d {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_train, _add_check, _add_schema, _add_export, _add_generate, _add_eval):
+    for add in (
+        _add_train, _add_check, _add_plan, _add_schema, _add_export, _add_generate, _add_eval,
+    ):  # fmt: skip
         add(commands)
     return parser
 
@@ -138,13 +140,17 @@ def _add_check(commands: Any) -> None:
         "  ds4d check run.json --world-size 8\n"
         "  ds4d check run.json --set ds4d.parallel.tp=2 --json",
     )  # fmt: skip
+    _add_file(parser)
+    _add_json(parser)
+
+
+def _add_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", type=Path)
     parser.add_argument(
         "--world-size", metavar="N", type=_positive,
         help="ranks in all (default: what the file's own degrees need)",
     )  # fmt: skip
     add_set(parser)
-    _add_json(parser)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -153,6 +159,43 @@ def _check(args: argparse.Namespace) -> None:
 
     run = load(args.config, overrides=args.overrides, world_size=args.world_size)
     print(json.dumps(as_dict(run), indent=2) if args.json else as_text(run))
+
+
+def _add_plan(commands: Any) -> None:
+    parser = _command(
+        commands, "plan", _plan,
+        "say what a file's pipeline costs before it runs: its split, its idle time, the "
+        "activations it holds",
+        "  ds4d plan run.json\n"
+        "  ds4d plan run.json --set ds4d.pipeline.schedule=interleaved --timeline step.svg",
+    )  # fmt: skip
+    _add_file(parser)
+    parser.add_argument(
+        "--timeline", metavar="FILE", type=_timeline, action="append", default=[],
+        help="also write when each pass runs on each rank: .svg is a picture, .json a trace for "
+        "Perfetto or chrome://tracing; may be repeated",
+    )  # fmt: skip
+    _add_json(parser)
+
+
+def _timeline(text: str) -> Path:
+    from ds4d.planner.pipeline import WRITERS
+
+    if Path(text).suffix not in WRITERS:
+        raise argparse.ArgumentTypeError(f"{text!r} ends neither in {' nor in '.join(WRITERS)}")
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no such folder")
+    return Path(text)
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from ds4d.config.load import load
+    from ds4d.config.report import plain
+    from ds4d.planner.pipeline import as_dict, plan_pipeline, render, write_timelines
+
+    plan = plan_pipeline(load(args.config, overrides=args.overrides, world_size=args.world_size))
+    write_timelines(plan, args.timeline)
+    print(json.dumps(as_dict(plan), indent=2) if args.json else plain(render(plan)))
 
 
 def _add_schema(commands: Any) -> None:

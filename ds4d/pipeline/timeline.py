@@ -168,7 +168,7 @@ def _axis(root: Element, timeline: Timeline, top: float) -> None:
         x = LEFT + tick * step / length * CHART
         _rect(root, x - 0.5, top, 1, 4, fill="#555555")
         _text(root, f"{tick * step:.6g}", x, top + 17, anchor="middle")
-    _text(root, timeline.unit, LEFT + CHART + 8, top + 17)
+    _text(root, timeline.unit, LEFT + CHART, top + 34, anchor="end")
 
 
 def _legend(root: Element, timeline: Timeline, top: float, chunks: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from ds4d import __version__, cli
 
-COMMANDS = ["train", "check", "schema", "export", "generate", "eval"]
+COMMANDS = ["train", "check", "plan", "schema", "export", "generate", "eval"]
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 2,
@@ -79,6 +79,7 @@ def test_version_also_as_a_module():
         ["train", "x.json", "--nproc", "2", "--hostfile", "h"],
         ["train", "x.json", "--num_gpus", "2"],
         ["train", "x.json", "--master-port", "0"], ["check", "x.json", "--world-size", "two"],
+        ["plan", "x.json", "--timeline", "x.png"], ["plan", "x.json", "--timeline", "no/x.svg"],
     ],
 )  # fmt: skip
 def test_wrong_arguments_exit_2(capsys, argv):
@@ -105,7 +106,7 @@ def test_check_reports_all_problems_without_traceback(capsys, config):
     assert "sede" in err and "gradient_clipp1ng" in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("command", ["check", "train"])
+@pytest.mark.parametrize("command", ["check", "plan", "train"])
 def test_a_missing_file_is_wrong_input(capsys, tmp_path, command):
     output = ["--output", tmp_path / "run"] if command == "train" else []
     code, _, err = call(capsys, command, tmp_path / "none.json", *output)
