@@ -80,9 +80,16 @@ def model_flops(config: PretrainedConfig) -> ModelFlops:
     from ds4d.model.meta import meta_model
 
     model = meta_model(config, dtype=torch.float32)
-    weights = sum(visited(weight.shape, config) for weight in product_weights(model))
-    pair = config.num_hidden_layers * attention_pair(config)
+    text = config.get_text_config(decoder=True)
+    weights = sum(visited(weight.shape, text) for weight in product_weights(model))
+    pair = sum(map(attention_pair, layer_configs(text)))
     return ModelFlops(per_token=6.0 * weights, per_pair=3.0 * pair)
+
+
+def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """Of each layer: heads may have other sizes in some (gemma 4)."""
+    own = getattr(config, "per_layer_config", None)
+    return [config] * config.num_hidden_layers if own is None else list(own)
 
 
 def product_weights(model: PreTrainedModel) -> list[Parameter]:
@@ -111,7 +118,7 @@ def visited(shape: Sequence[int], config: PretrainedConfig) -> float:
 
 
 def attention_pair(config: PretrainedConfig) -> float:
-    """Forward FLOPs of one query-key pair in one layer: a product with the key and one with the
+    """Forward FLOPs of one query-key pair in the layer of this config: a product with the key and one with the
     value, per head. Grouped keys and values are shared, not saved: their number does not matter."""
     heads = getattr(config, "num_attention_heads", 0)
     if not heads:  # a state-space model: all its work is in products with weights

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds4d.monitor.flops import attention_pair, look_ups, product_weights, visited
+from ds4d.monitor.flops import attention_pair, layer_configs, look_ups, product_weights, visited
 
 if TYPE_CHECKING:
     from torch.nn import Module, Parameter
@@ -85,16 +85,16 @@ def model_costs(
             _product(weight.shape, visited(weight.shape, text), tokens) for weight in weights
         )
 
-    def layer_cost(layer: Module, kind: str) -> float:
-        pairs = sequences * _pairs(text, kind, seq_len)
-        once = products(p for p in layer.parameters() if p.dim() > 1) + pairs * attention_pair(text)
+    def layer_cost(layer: Module, kind: str, own: PreTrainedConfig) -> float:
+        attention = sequences * _pairs(own, kind, seq_len) * attention_pair(own)
+        once = products(p for p in layer.parameters() if p.dim() > 1) + attention
         return once * REPEATED[recompute]
 
     inside = {id(parameter) for parameter in layers.parameters()}
     tables = [module.weight for module in look_ups(model) if id(module.weight) not in inside]
     return ModelCosts(
         path=path,
-        layers=tuple(map(layer_cost, layers, _kinds(text))),
+        layers=tuple(map(layer_cost, layers, _kinds(text), layer_configs(text))),
         first=sum(_moved(table.numel(), 2 * table.shape[1] * tokens) for table in tables),
         last=products(w for w in product_weights(model) if id(w) not in inside),
     )

@@ -12,7 +12,8 @@ def layer_stack(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     Raises:
         ValueError: the model has no list of ``num_hidden_layers`` modules.
     """
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    text = model.config.get_text_config(decoder=True)
+    count = getattr(text, "num_hidden_layers", None)
     for (
         path,
         module,
@@ -20,6 +21,6 @@ def layer_stack(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return path, module
     raise ValueError(
-        f"{model.config.model_type} has no list of its {count} layers (num_hidden_layers), which "
-        "a pipeline could share out; set ds4d.parallel.pp to 1"
+        f"{model.config.model_type} has no list of num_hidden_layers modules, which a pipeline "
+        "could share out; set ds4d.parallel.pp to 1"
     )

@@ -9,6 +9,7 @@ import pytest
 from transformers import (
     BertLMHeadModel,
     DeepseekV3Config,
+    Gemma4TextConfig,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -178,6 +179,23 @@ def test_windows(s):
     assert mixed[1] - mixed[0] == mixed[3] - mixed[2] == pytest.approx(pair * saved)
 
 
+def test_heads_of_other_sizes_in_some_layers():
+    """Gemma 4's full attention has larger heads than its sliding one."""
+    sizes = {**SIZES, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 0}
+    config = Gemma4TextConfig(
+        **sizes, head_dim=16, global_head_dim=32, num_kv_shared_layers=0, sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    short, long = (model_costs(config, seq_len=s).layers for s in (2, 4))
+    # attention grows with the square: what is left of four times the cost of half the tokens
+    quadratic = [(b - 2 * a) for a, b in zip(short, long, strict=True)]
+    difference = quadratic[1] - quadratic[0]
+    weights = 64 * (2 * 4 * 16 + 2 * 2 * 16)  # read once, however many tokens
+    assert difference == pytest.approx(
+        2 * 4 * (32 - 16) * 2 * (4**2 - 2 * 2**2) / 2 - weights * BYTES_PER_ELEMENT * FLOPS_PER_BYTE
+    )
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_a_stack_of_equal_layers(family):
     config = load(changed(ds4d__model__config=file_fields(family), ds4d__data__packing="none"))
@@ -198,7 +216,7 @@ def test_a_model_without_a_stack_is_refused_in_words():
     model = BertLMHeadModel(config)
     assert layer_stack(model)[0] == "bert.encoder.layer"
     model.bert.encoder.layer = model.bert.encoder.layer[0]
-    with pytest.raises(ValueError, match="bert has no list of its 2 layers"):
+    with pytest.raises(ValueError, match="bert has no list of num_hidden_layers modules"):
         layer_stack(model)
 
 
