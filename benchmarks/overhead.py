@@ -25,7 +25,7 @@ MODEL = {
     "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
     "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
-SEQ_LEN, SEQUENCES = 512, 4
+SEQ_LEN, SEQUENCES, SEED = 512, 4, 0
 ACCUMULATION = SEQUENCES // DP
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0}}
 PAIRS = [("ds4d zero-0", "torch DDP")]
@@ -33,11 +33,17 @@ PAIRS += [(f"ds4d zero-{stage}", f"DeepSpeed zero-{stage}") for stage in (1, 2, 
 
 
 def plain_model() -> torch.nn.Module:
+    """Hugging Face's, with the weights that ds4d draws."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(0)
+    from ds4d.model.initial import InitialValues
+    from ds4d.model.meta import logical_model
+
     config = AutoConfig.for_model(**MODEL)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    weights = InitialValues(logical_model(config), seed=SEED)
+    model.load_state_dict({name: weights(name) for name in model.state_dict()})
+    return model
 
 
 def torch_ddp() -> Step:
@@ -88,10 +94,14 @@ def raw_deepspeed(stage: int, **keys) -> Step:
     return step
 
 
-def ds4d(stage: int, **parallel) -> Step:
+def ds4d(
+    stage: int, *, sequences: int = SEQUENCES, pipeline: dict | None = None, **parallel
+) -> Step:
     """The same through ds4d's engine.
 
     Args:
+        sequences: a step, over all ranks.
+        pipeline: ``ds4d.pipeline``.
         parallel: ``ds4d.parallel``.
     """
     from ds4d import attention
@@ -101,10 +111,11 @@ def ds4d(stage: int, **parallel) -> Step:
     from ds4d.mesh import Mesh
     from ds4d.model.build import build_model
     from ds4d.model.config import hf_config
+    from ds4d.pipeline.stage import stage_cutter
 
     run = load(
         {
-            "train_batch_size": SEQUENCES,
+            "train_batch_size": sequences,
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": OPTIMIZER,
             "gradient_clipping": 1.0,
@@ -118,33 +129,36 @@ def ds4d(stage: int, **parallel) -> Step:
                     "train": {"type": "python_stdlib"},
                 },
                 "parallel": parallel,
+                "pipeline": pipeline or {},
                 "training": {"steps": 1000},
             },
         },
         world_size=DP,
     )
     mesh = Mesh.create(run.parallel)
+    config = hf_config(run.model)
 
     def build(partition):
         return build_model(
             run.model,
-            config=hf_config(run.model),
+            config=config,
             dtype=torch.float32,
             device="cpu",
-            seed=0,
+            seed=SEED,
             attn_implementation=attention.register(),
             partition=partition,
             tp=mesh.tensor_parallel(),
+            cut=stage_cutter(run, mesh, config),
         )
 
     engine = Engine.create(run, mesh, build, device=torch.device("cpu"), total_steps=1000)
     positions = torch.arange(SEQ_LEN)[None]
     last = torch.full((1, 1), IGNORE)
 
-    def step(batches: list[torch.Tensor]) -> None:
-        engine.train_step(
+    def step(batches: list[torch.Tensor]) -> float:
+        return engine.train_step(
             [MicroBatch(ids, torch.cat([ids[:, 1:], last], 1), positions) for ids in batches]
-        )
+        ).loss
 
     return step
 
@@ -162,7 +176,7 @@ def batches(generator: torch.Generator) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    args = arguments(__doc__.splitlines()[0])
+    args = arguments(__doc__.splitlines()[0]).parse_args()
     seconds = cpu_seconds(
         everybody, batches, rounds=args.rounds, steps=args.steps, same_data=False
     )

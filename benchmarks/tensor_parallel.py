@@ -26,19 +26,27 @@ PLAIN, AUTOTP = "one plain process", "DeepSpeed AutoTP, tp 2"
 OURS, OURS_SEQUENCE = "ds4d, tp 2", "ds4d, tp 2, sequence parallel"
 
 
-def plain() -> Step:
-    """Hugging Face's model and loss, torch's optimizer; rank 0 alone."""
+def plain(*, fused: bool = False) -> Step:
+    """Hugging Face's model and loss, torch's optimizer; rank 0 alone.
+
+    Args:
+        fused: AdamW's kernel, as in ds4d.
+    """
     if dist.get_rank():
         return lambda batches: None
     model = plain_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=fused)
 
-    def step(batches: list[torch.Tensor]) -> None:
+    def step(batches: list[torch.Tensor]) -> float:
+        total = 0.0
         for ids in batches:
-            (model(input_ids=ids, labels=ids, use_cache=False).loss / len(batches)).backward()
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss / len(batches)
+            loss.backward()
+            total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        return total
 
     return step
 
@@ -56,12 +64,12 @@ def everybody() -> dict[str, Step]:
     }
 
 
-def batches(generator: torch.Generator) -> list[torch.Tensor]:
-    return [torch.randint(4096, (1, SEQ_LEN), generator=generator) for _ in range(SEQUENCES)]
+def batches(generator: torch.Generator, sequences: int = SEQUENCES) -> list[torch.Tensor]:
+    return [torch.randint(4096, (1, SEQ_LEN), generator=generator) for _ in range(sequences)]
 
 
 def main() -> None:
-    args = arguments(__doc__.splitlines()[0])
+    args = arguments(__doc__.splitlines()[0]).parse_args()
     seconds = cpu_seconds(everybody, batches, rounds=args.rounds, steps=args.steps, same_data=True)
 
     def ratio(one: str, other: str) -> float:

@@ -4,35 +4,64 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 RANKS = 2
-Step = Callable[[list[torch.Tensor]], None]
+# an optimizer step; its loss, on rank 0, where somebody compares losses
+Step = Callable[[list[torch.Tensor]], float | None]
 Build = Callable[[], dict[str, Step]]  # a module's function: everybody, in the order of turns
 Batches = Callable[[torch.Generator], list[torch.Tensor]]
 
 
-def arguments(about: str) -> argparse.Namespace:
+@dataclass(frozen=True)
+class Turn:
+    """One contestant's steps in one round, all on the same data; seconds are those of a step.
+
+    Attributes:
+        cpu_seconds: of both ranks together, all threads.
+        wall_seconds: until the slower rank was through.
+        idle: share of both ranks' wall time in which the main thread had nothing to compute.
+            Waiting for a core that others use is not idleness.
+        losses: of each step.
+    """
+
+    cpu_seconds: float
+    wall_seconds: float
+    idle: float
+    losses: tuple[float | None, ...]
+
+
+def arguments(about: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps a turn")
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    return parser
 
 
 def cpu_seconds(
     build: Build, batches: Batches, *, rounds: int, steps: int, same_data: bool
 ) -> dict[str, list[float]]:
-    """CPU seconds of a step, summed over both ranks, by contestant and round.
+    """CPU seconds of a step, summed over both ranks, by contestant and round."""
+    turns = measure(build, batches, rounds=rounds, steps=steps, same_data=same_data)
+    return {name: [turn.cpu_seconds for turn in its[1:]] for name, its in turns.items()}
+
+
+def measure(
+    build: Build, batches: Batches, *, rounds: int, steps: int, same_data: bool
+) -> dict[str, list[Turn]]:
+    """By contestant, its turns; the first, before the rounds, is a warm-up.
 
     Args:
-        batches: what a rank feeds in a step.
+        batches: what a rank feeds in a step; everybody gets the same in a round.
         same_data: to both ranks.
     """
     context = mp.get_context("spawn")
@@ -46,13 +75,14 @@ def cpu_seconds(
             join=False,
             start_method="spawn",
         )
-        seconds = answers.get()
+        turns = answers.get()
         while not workers.join():
             pass
-    return seconds
+    return turns
 
 
 def _rank(rank, store, build, batches, rounds, steps, same_data, answers) -> None:
+    sys.stdout = sys.stderr  # libraries greet; the result is the parent's to print
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), DS_ACCELERATOR="cpu",
@@ -64,20 +94,33 @@ def _rank(rank, store, build, batches, rounds, steps, same_data, answers) -> Non
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     deepspeed.init_distributed("gloo", verbose=False)
     contestants = build()
-    generator = torch.Generator().manual_seed(0 if same_data else rank)
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for turn in range(rounds + 1):  # the first is a warm-up
+    turns: dict[str, list[Turn]] = {name: [] for name in contestants}
+    for number in range(rounds + 1):
         for name, step in contestants.items():
-            fed = batches(generator)
-            dist.barrier()
-            start = time.process_time()
-            for _ in range(steps):
-                step(fed)
-            used = torch.tensor((time.process_time() - start) / steps)
-            dist.all_reduce(used)
-            if turn:
-                seconds[name].append(used.item())
+            seed = number if same_data else number * RANKS + rank
+            fed = batches(torch.Generator().manual_seed(seed))
+            turns[name].append(_turn(step, fed, steps))
     if rank == 0:
-        answers.put(seconds)
+        answers.put(turns)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _turn(step: Step, fed: list[torch.Tensor], steps: int) -> Turn:
+    dist.barrier()
+    wall, cpu, busy = time.perf_counter(), time.process_time(), _main_thread_busy()
+    losses = tuple(step(fed) for _ in range(steps))
+    wall = time.perf_counter() - wall
+    used = torch.tensor([time.process_time() - cpu, _main_thread_busy() - busy])
+    longest = torch.tensor(wall)
+    dist.all_reduce(used)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    cpu, busy, wall = *used.tolist(), longest.item()
+    return Turn(cpu / steps, wall / steps, max(0.0, 1 - busy / (RANKS * wall)), losses)
+
+
+def _main_thread_busy() -> float:
+    """Seconds this thread has been on a core or in the queue for one."""
+    with open("/proc/thread-self/schedstat") as file:
+        running, queued, _ = map(int, file.read().split())
+    return (running + queued) * 1e-9
