@@ -118,8 +118,9 @@ def visited(shape: Sequence[int], config: PretrainedConfig) -> float:
 
 
 def attention_pair(config: PretrainedConfig) -> float:
-    """Forward FLOPs of one query-key pair in the layer of this config: a product with the key and one with the
-    value, per head. Grouped keys and values are shared, not saved: their number does not matter."""
+    """Forward FLOPs of one query-key pair in the layer of this config: a product with the key and
+    one with the value, per head. Grouped keys and values are shared, not saved: their number does
+    not matter."""
     heads = getattr(config, "num_attention_heads", 0)
     if not heads:  # a state-space model: all its work is in products with weights
         return 0.0

@@ -9,8 +9,8 @@ import pytest
 from transformers import (
     BertLMHeadModel,
     DeepseekV3Config,
-    Gemma4TextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
@@ -19,7 +19,12 @@ from transformers import (
 from ds4d.config.load import load
 from ds4d.model.config import hf_config
 from ds4d.pipeline.actions import Placement
-from ds4d.pipeline.costs import BYTES_PER_ELEMENT, FLOPS_PER_BYTE, ModelCosts, model_costs
+from ds4d.pipeline.costs import (
+    BYTES_PER_ELEMENT,
+    FLOPS_PER_BYTE,
+    ModelCosts,
+    model_costs,
+)
 from ds4d.pipeline.partition import cut, make_split, split_of
 from ds4d.pipeline.stack import layer_stack
 from tests.unit.config_files import changed
