@@ -58,7 +58,6 @@ class Pipeline:
     ) -> None:
         self.stages = stages
         self._mesh, self._device = mesh, device
-        self._dtype = torch.float32 if stages.anatomy.fp32_hidden else stages.model.dtype
         schedule, chunks = config.schedule, config.chunks
         self._rank, self._ranks = mesh.coordinate.pp, mesh.parallel.pp
         self._placement = placement_of(schedule, self._ranks, chunks)
@@ -115,8 +114,8 @@ class Pipeline:
         rows, tokens = batch.input_ids.shape
         if self._tp.sequence_parallel:
             tokens //= self._tp.size
-        width = self.stages.anatomy.width
-        return torch.empty(rows, tokens, width, dtype=self._dtype, device=self._device)
+        shape = (rows, tokens, self.stages.anatomy.width)
+        return torch.empty(shape, dtype=self.stages.hidden_dtype, device=self._device)
 
 
 class _Run:
@@ -182,8 +181,8 @@ class _Run:
         if not chunk.first:
             hidden = self._take(Message(stage, action.micro_batch, gradient=False))
             hidden.requires_grad_(torch.is_grad_enabled())
-            embeds = self._stages.embeds(batch, hidden)
-        with self._stages.running(chunk, hidden) as stream:
+            embeds = self._stages.embeds(batch.input_ids.shape)
+        with self._stages.running(chunk, batch.input_ids.shape, hidden) as stream:
             if chunk.last:
                 output = sum_loss(model, batch, objective, scale=scale, embeds=embeds)
             else:

@@ -43,12 +43,14 @@ class _Stream:
         start, stop: its layers.
         given: what came from the stage before; None: the chunk begins with the embedding.
         taken: what goes to the next stage.
+        rest: what the forward goes on with then: of the shape of all tokens, without memory.
     """
 
     start: int = 0
     stop: int = 0
     given: Tensor | None = None
     taken: Tensor | None = None
+    rest: Tensor | None = None
 
 
 class StandIn(nn.Module):
@@ -81,28 +83,33 @@ class Passage(StandIn):
             hidden = stream.given
         elif self._index == stream.stop:
             stream.taken = hidden
-            hidden = hidden.detach()
+            hidden = stream.rest
         return (hidden, *[None] * (self._outputs - 1)) if self._outputs else hidden
 
 
 class Absent(StandIn):
-    """In the place of a module before or after the layers: passes on hidden states, and has nothing
-    to add where it is asked for something else (learned positions)."""
+    """In the place of a module before or after the layers: passes on what it is given. A table, of
+    learned positions, is added to something, and here has nothing to add."""
 
     def forward(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        return x if x.is_floating_point() else torch.zeros((), device=x.device)
+        is_table = isinstance(self.__dict__["_stands_for"], nn.Embedding)
+        return torch.zeros((), device=x.device) if is_table else x
 
 
 @dataclass(frozen=True)
 class Chunk:
     """Layers [start, stop), with the embedding if ``first``, and with norm, head and loss if
-    ``last``."""
+    ``last``.
+
+    Attributes:
+        modules: what the model has at these paths while the chunk runs.
+    """
 
     start: int
     stop: int
     first: bool
     last: bool
-    layers: nn.ModuleList
+    modules: dict[str, nn.Module]
 
 
 class Stages:
@@ -139,21 +146,29 @@ class Stages:
             for index, (layer, outputs) in enumerate(zip(whole, anatomy.outputs, strict=True))
         ]
 
-        def layers_in(*ranges: range) -> nn.ModuleList:
-            return nn.ModuleList(
-                layer if any(index in r for r in ranges) else passages[index]
+        def part_of(ranges: Sequence[tuple[int, int]], first: bool, last: bool):
+            layers = [
+                layer if any(start <= index < stop for start, stop in ranges) else passages[index]
                 for index, layer in enumerate(whole)
-            )
+            ]
+            found: dict[str, nn.Module] = {anatomy.stack: nn.ModuleList(layers)}
+            for paths, held in ((anatomy.before, first), (anatomy.after, last)):
+                for path in paths:
+                    module = model.get_submodule(path)
+                    found[path] = module if held else Absent(module)
+            return found
 
-        last = len(bounds) - 1
-        self.chunks = [
-            Chunk(*bounds[stage], stage == 0, stage == last, layers_in(range(*bounds[stage])))
-            for stage in mine
-        ]
-        self._show(layers_in(*(range(*bounds[stage]) for stage in mine)))
-        for paths, held in ((anatomy.before, 0 in mine), (anatomy.after, last in mine)):
-            for path in () if held else paths:
-                _replace(model, path, Absent(model.get_submodule(path)))
+        self.chunks = []
+        for stage in mine:
+            first, last = stage == 0, stage == len(bounds) - 1
+            parts = part_of([bounds[stage]], first, last)
+            self.chunks.append(Chunk(*bounds[stage], first, last, parts))
+        self._all = part_of(
+            [bounds[stage] for stage in mine],
+            any(chunk.first for chunk in self.chunks),
+            any(chunk.last for chunk in self.chunks),
+        )
+        self._show(self._all)
         self.tied: list[nn.Parameter] = []
         self.shared_names: dict[nn.Parameter, str] = {}
         self._find_tied()
@@ -170,38 +185,47 @@ class Stages:
                 self.shared_names[param] = source
                 setattr(param, PIPE_REPLICATED, True)  # DeepSpeed's norms count the other one
 
-    def _show(self, layers: nn.ModuleList) -> None:
-        _replace(self.model, self.anatomy.stack, layers)
+    def _show(self, modules: dict[str, nn.Module]) -> None:
+        for path, module in modules.items():
+            parent, _, name = path.rpartition(".")
+            setattr(self.model.get_submodule(parent), name, module)
 
     @contextmanager
-    def running(self, chunk: Chunk, hidden: Tensor | None) -> Iterator[_Stream]:
-        """Within, the model's forward, given ``embeds`` if it is not the first, is that of a chunk.
+    def running(
+        self, chunk: Chunk, tokens: Sequence[int], hidden: Tensor | None
+    ) -> Iterator[_Stream]:
+        """Within, the model's forward is that of a chunk; if it is not the first, given
+        ``embeds``.
 
         Args:
+            tokens: B, S.
             hidden: [B, s, E], what came from the stage before.
 
         Yields:
             where the chunk's output is afterwards, in ``taken``; the last one's is the forward's.
         """
-        all_of_mine = self.model.get_submodule(self.anatomy.stack)
         stream = self._stream
         stream.start, stream.stop, stream.given = chunk.start, chunk.stop, hidden
-        self._show(chunk.layers)
+        stream.rest = self._nothing(tokens, self.anatomy.width)
+        self._show(chunk.modules)
         try:
             yield stream
         finally:
-            self._show(all_of_mine)
-            stream.given = stream.taken = None
+            self._show(self._all)
+            stream.given = stream.taken = stream.rest = None
 
-    def embeds(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
-        """Something to be given in the embedding's place: of its shape, without memory. [B, S, *]"""
-        width = self.model.get_input_embeddings().embedding_dim
-        return hidden.new_zeros(()).expand(*batch.input_ids.shape, width)
+    def embeds(self, tokens: Sequence[int]) -> Tensor:
+        """What to give the model in the embedding's place, for its shape: [B, S, *], no memory."""
+        return self._nothing(tokens, self.model.get_input_embeddings().embedding_dim)
 
+    def _nothing(self, tokens: Sequence[int], width: int) -> Tensor:
+        device = next(self.model.parameters()).device
+        return torch.zeros((), dtype=self.hidden_dtype, device=device).expand(*tokens, width)
 
-def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, module)
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Of hidden states between layers."""
+        return torch.float32 if self.anatomy.fp32_hidden else self.model.dtype
 
 
 def stage_cutter(
