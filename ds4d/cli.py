@@ -179,7 +179,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def _timeline(text: str) -> Path:
-    from ds4d.planner.pipeline import WRITERS
+    from ds4d.pipeline.timeline import WRITERS
 
     if Path(text).suffix not in WRITERS:
         raise argparse.ArgumentTypeError(f"{text!r} ends neither in {' nor in '.join(WRITERS)}")

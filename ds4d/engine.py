@@ -44,6 +44,7 @@ from ds4d.loss import Objective, count_targets, sum_loss
 from ds4d.mesh import DeepSpeedMpu, Mesh
 from ds4d.optim import build_optimizer, build_scheduler
 from ds4d.pipeline.engine import Pipeline
+from ds4d.pipeline.recorder import OFF, Recorder
 from ds4d.pipeline.stage import StandIn
 
 Partition = Callable[[nn.Module], None]
@@ -211,11 +212,14 @@ class Engine:
         """DeepSpeed's own tensorboard / wandb / csv writers."""
         return self._engine.monitor
 
-    def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], *, recorder: Recorder = OFF
+    ) -> StepResult:
         """One optimizer step on this rank's share of the global batch.
 
         Args:
             micro_batches: ``gradient_accumulation_steps`` of them, on any device.
+            recorder: of the passes of a pipeline.
         """
         engine = self._engine
         lr = self.lr
@@ -228,7 +232,7 @@ class Engine:
         if self._pipeline is None:
             loss_sum = self._pass_after_pass(micro_batches, scale, scale * loss_scale)
         else:
-            loss_sum = self._by_schedule(micro_batches, scale * loss_scale)
+            loss_sum = self._by_schedule(micro_batches, scale * loss_scale, recorder)
         optimizer_state.sum_partial_gradients(engine, self._mesh.group("tp"))
         engine.step()
         dist.all_reduce(loss_sum, group=self._mesh.group("pp_dp_cp"))
@@ -256,13 +260,16 @@ class Engine:
             engine.backward(loss * scale, scale_wrt_gas=False)
         return loss_sum
 
-    def _by_schedule(self, micro_batches: Sequence[MicroBatch], whole_scale: Tensor) -> Tensor:
+    def _by_schedule(
+        self, micro_batches: Sequence[MicroBatch], whole_scale: Tensor, recorder: Recorder = OFF
+    ) -> Tensor:
         engine = self._engine
         loss_sum = self._pipeline.train(
             [batch.to(self.device) for batch in micro_batches],
             self.objective,
             scale=whole_scale,
             accumulated=partial(optimizer_state.accumulate, engine),
+            recorder=recorder,
         )
         optimizer_state.sum_over_stages(engine, self._tied, self._mesh.group("pp_ends"))
         engine.allreduce_gradients()

@@ -41,6 +41,7 @@ from ds4d.model.build import DTYPES, build_model
 from ds4d.model.config import hf_config
 from ds4d.monitor import Monitor
 from ds4d.monitor.flops import model_flops, peak_tflops
+from ds4d.pipeline.recorder import OFF, Recorder
 from ds4d.pipeline.stage import stage_cutter
 from ds4d.resume import (
     check_continues,
@@ -196,7 +197,8 @@ class Trainer:
         with _stop_on_sigterm(self.run.training.on_sigterm) as stop:
             started = time.perf_counter()
             for micro_batches in self._loader():
-                result = self.engine.train_step(micro_batches)
+                recorder = self._recorder()
+                result = self.engine.train_step(micro_batches, recorder=recorder)
                 self._judge(result, micro_batches)
                 stopping, peak_memory = self._agree(stop.requested)
                 metrics = self._metrics(result, time.perf_counter() - started, peak_memory)
@@ -205,12 +207,21 @@ class Trainer:
                 if evaluating and self.data.eval is not None:
                     metrics["eval_loss"] = self.evaluate()
                 monitor.step(metrics)
+                if (measured := recorder.measured()) is not None:
+                    monitor.timeline(measured)
                 due = _due(checkpoints.every, self.progress.step, last and checkpoints.final)
                 if due or stopping:
                     self.save(monitor)
                 if last or stopping:
                     break
                 started = time.perf_counter()
+
+    def _recorder(self) -> Recorder:
+        """For the step that comes."""
+        wanted = self.progress.step + 1 == self.run.monitor.timeline_step
+        if not wanted or self.run.parallel.pp == 1:
+            return OFF
+        return Recorder.on(self.engine.device, self.mesh.group("pp"))
 
     def _loader(self) -> Iterator[list[MicroBatch]]:
         if self.progress.step >= self.total_steps:

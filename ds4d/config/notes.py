@@ -26,6 +26,7 @@ WITHOUT_EFFECT = {
             "pipeline.schedule": "pp",
             "pipeline.chunks": "pp",
             "pipeline.split": "pp",
+            "monitor.timeline_step": "pp",
             "context.method": "cp",
             "context.ulysses_size": "cp",
             "parallel.tp_overlap": "tp",
@@ -102,6 +103,7 @@ def find_notes(draft: Draft) -> Iterator[str]:
             yield f"{key} has no effect: {why}"
     yield from _zero_keys(draft)
     yield from _idle_pipeline(draft)
+    yield from _timeline_too_late(draft)
     yield from _source_keys(draft)
     yield from _peak_of_warmup(draft)
     if draft.zero_stage == 0 and draft.param_dtype != "fp32":
@@ -146,6 +148,12 @@ def _idle_pipeline(draft: Draft) -> Iterator[str]:
         f"micro-batches to keep the pipeline busy, its ranks would be idle for {bubble:.0%} of a "
         "step"
     )
+
+
+def _timeline_too_late(draft: Draft) -> Iterator[str]:
+    step, steps = draft.given("ds4d.monitor.timeline_step"), draft.given("ds4d.training.steps")
+    if draft.degree("pp") > 1 and step and steps and step > steps:
+        yield f"ds4d.monitor.timeline_step {step} has no effect: ds4d.training.steps is {steps}"
 
 
 def _source_keys(draft: Draft) -> Iterator[str]:

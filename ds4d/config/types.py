@@ -231,6 +231,11 @@ class MonitorConfig:
     peak_tflops: Positive | None = None
     """Peak TFLOP/s of one device, for MFU; absent: known for common GPUs."""
 
+    timeline_step: Count | None = None
+    """A step, counted from 1, in which a pipeline (``parallel.pp`` > 1) is timed: ``timeline.svg``
+    and ``timeline.json`` (for chrome://tracing and Perfetto) in the run folder show when each pass
+    ran on each rank. Not the first, which warms up. Absent: none."""
+
 
 @dataclass(frozen=True)
 class BatchSizes:

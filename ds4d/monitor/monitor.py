@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from ds4d.monitor import screen
 from ds4d.monitor.display import Display, duration
 from ds4d.monitor.metrics import MetricsFile
 from ds4d.monitor.plot import plot_losses
+from ds4d.pipeline.recorder import Measured
+from ds4d.pipeline.timeline import Timeline, write
 
 
 class Monitor:
@@ -44,6 +47,7 @@ class Monitor:
         self._deepspeed = deepspeed
         self._started = time.monotonic()
         self._last_checkpoint: Path | None = None
+        self._timeline: Path | None = None
         self._last: Mapping[str, Any] = {}
         self._metrics = self._display = None
         if is_speaker:
@@ -73,6 +77,21 @@ class Monitor:
             self._write_events(metrics)
             self._last = metrics
 
+    def timeline(self, measured: Measured) -> None:
+        """When the passes of the last step ran on the ranks of the first pipeline: a picture, a
+        trace, and a line that has their idle time beside the simulator's."""
+        if self._display is None:
+            return
+        step = self._last["step"]
+        title = f"{measured.timeline.title}: step {step} as measured"
+        self._timeline = self._output / "timeline.svg"
+        for file in (self._timeline, self._timeline.with_suffix(".json")):
+            write(replace(measured.timeline, title=title), file)
+        self.note(
+            f"pipeline in step {step}: measured idle {_idle(measured.timeline)}; simulated with "
+            f"the same mean costs {_idle(measured.simulated)}"
+        )
+
     def _write_events(self, metrics: Mapping[str, Any]) -> None:
         if self._deepspeed is not None and self._deepspeed.enabled:
             step = metrics["step"]
@@ -101,6 +120,8 @@ class Monitor:
         rows = [("metrics", self._output / "metrics.jsonl")]
         if self._plot and self._last:
             rows += self._draw(self._output / "loss.png")
+        if self._timeline is not None:
+            rows.append(("timeline", self._timeline))
         if self._last_checkpoint is not None:
             rows.append(("checkpoint", self._last_checkpoint))
         rows.append(("logs", self._output / "logs"))
@@ -117,3 +138,8 @@ class Monitor:
             self.note("no picture of the loss: matplotlib is missing (pip install matplotlib)")
             return []
         return [("loss curve", picture)]
+
+
+def _idle(timeline: Timeline) -> str:
+    ranks = ", ".join(f"{idle:.1%}" for idle in timeline.idle_fraction)
+    return f"{timeline.bubble:.1%} (by rank {ranks})"

@@ -23,6 +23,7 @@ from ds4d.loss import Objective, count_targets, model_inputs, padded, sum_loss
 from ds4d.mesh import Mesh
 from ds4d.pipeline.actions import Action, Kind, Schedule
 from ds4d.pipeline.p2p import Mail, Message, messages_to
+from ds4d.pipeline.recorder import OFF, Recorder
 from ds4d.pipeline.schedules import forward_only, make_schedule, placement_of
 from ds4d.pipeline.stage import Stages
 from ds4d.tensor_parallel import sequence
@@ -86,6 +87,7 @@ class Pipeline:
         *,
         scale: Tensor,
         accumulated: Callable[[], None],
+        recorder: Recorder = OFF,
     ) -> Tensor:
         """All forward and backward passes of one step.
 
@@ -93,11 +95,14 @@ class Pipeline:
             batches: on the device.
             scale: the sum of token losses is multiplied by it before its backward pass.
             accumulated: called after each pass that has added to gradients.
+            recorder: is told when each pass runs.
 
         Returns:
             the sum of token losses on the ranks that have the last stage, else 0. fp32 scalar.
         """
-        run = _Run(self, *self._plan(len(batches), True), batches)
+        schedule, incoming = self._plan(len(batches), True)
+        recorder.begin(schedule)
+        run = _Run(self, schedule, incoming, batches, recorder)
         with torch.enable_grad():
             return run.train(objective, scale, accumulated)
 
@@ -127,8 +132,10 @@ class _Run:
         schedule: Schedule,
         incoming: dict[int, tuple[Message, ...]],
         batches: Sequence[MicroBatch],
+        recorder: Recorder = OFF,
     ) -> None:
         self._pipeline, self._stages = pipeline, pipeline.stages
+        self._recorder = recorder
         self._places = schedule.placement.places
         self._actions = schedule.actions[pipeline._rank]
         self._batches = [padded(batch, pipeline._tp) for batch in batches]
@@ -147,16 +154,17 @@ class _Run:
     def train(self, objective: Objective, scale: Tensor, accumulated: Callable[[], None]) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=self._pipeline._device)
         for action in self._actions:
-            if action.kind is Kind.FORWARD:
-                loss = self._forward(action, objective, scale)
-                if loss is not None:
-                    total += loss.detach()
-            elif action.kind is Kind.WEIGHT:
-                self._deferred.pop(action[1:]).compute()
-                accumulated()
-            else:
-                self._backward(action)
-                accumulated()
+            with self._recorder.running(action):
+                if action.kind is Kind.FORWARD:
+                    loss = self._forward(action, objective, scale)
+                    if loss is not None:
+                        total += loss.detach()
+                elif action.kind is Kind.WEIGHT:
+                    self._deferred.pop(action[1:]).compute()
+                    accumulated()
+                else:
+                    self._backward(action)
+                    accumulated()
         self._mail.finish()
         return total
 
@@ -216,7 +224,10 @@ class _Run:
 
     def _take(self, message: Message) -> Tensor:
         here = self._here.pop(message, None)
-        return self._mail.receive(message) if here is None else here
+        if here is None:
+            here = self._mail.receive(message)
+            self._recorder.arrived()
+        return here
 
     def _give(self, message: Message, x: Tensor) -> None:
         to = self._places[message.stage].rank

@@ -3,8 +3,11 @@ picture and as a trace for chrome://tracing and Perfetto."""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree as xml
 from xml.etree.ElementTree import Element
@@ -205,3 +208,17 @@ def _text(parent: Element, text: str, x: float, y: float, *, anchor: str = "star
     element = xml.SubElement(parent, "text", where)
     element.text = text
     return element
+
+
+# -- files -------------------------------------------------------------------------------------
+
+# What a timeline is written as, by the file's suffix.
+WRITERS: dict[str, Callable[[Timeline], str]] = {
+    ".svg": to_svg,
+    ".json": lambda timeline: json.dumps(to_chrome_trace(timeline)),
+}
+
+
+def write(timeline: Timeline, file: Path) -> None:
+    """As the file's suffix says."""
+    file.write_text(WRITERS[file.suffix](timeline), encoding="utf-8")

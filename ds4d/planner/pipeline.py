@@ -7,8 +7,7 @@ what is sent is taken to be hidden behind it.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,9 @@ from ds4d.config.types import RunConfig
 from ds4d.pipeline.actions import Schedule
 from ds4d.pipeline.schedules import make_schedule
 from ds4d.pipeline.simulate import Costs, Simulation, simulate
-from ds4d.pipeline.timeline import Timeline, summary, to_chrome_trace, to_svg
+from ds4d.pipeline.timeline import summary, write
 
 NO_PIPELINE = "There is no pipeline to plan: ds4d.parallel.pp is 1, every rank has all layers."
-# What a timeline is written as, by the file's suffix.
-WRITERS: dict[str, Callable[[Timeline], str]] = {
-    ".svg": to_svg,
-    ".json": lambda timeline: json.dumps(to_chrome_trace(timeline)),
-}
 
 
 @dataclass(frozen=True)
@@ -107,7 +101,7 @@ def write_timelines(plan: PipelinePlan | None, files: Iterable[Path]) -> None:
     for file in files:
         if plan is None:
             raise ValueError(f"--timeline {file}: {NO_PIPELINE}")
-        file.write_text(WRITERS[file.suffix](plan.simulation.timeline), encoding="utf-8")
+        write(plan.simulation.timeline, file)
 
 
 def as_dict(plan: PipelinePlan | None) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def job(config: dict, output: Path, resume=None, sigterm_in_step=None, poison=No
     step = trainer.Engine.train_step
     calls = 0
 
-    def train_step(engine, micro_batches):
+    def train_step(engine, micro_batches, **how):
         nonlocal calls
         calls += 1
         if calls == sigterm_in_step and rank == world - 1:
@@ -91,7 +91,7 @@ def job(config: dict, output: Path, resume=None, sigterm_in_step=None, poison=No
         if poison and calls >= poison:
             with torch.no_grad():
                 engine.module.get_output_embeddings().weight.fill_(float("nan"))
-        return step(engine, micro_batches)
+        return step(engine, micro_batches, **how)
 
     assert threading.current_thread() is threading.main_thread()
     trainer.Engine.train_step = train_step
@@ -374,6 +374,23 @@ def test_deepspeeds_own_monitors_get_every_step(corpus, tmp_path):
     lines = (tmp_path / "csv" / "ds4d_loss.csv").read_text().splitlines()
     assert [float(line.split(",")[1]) for line in lines[1:]] == [row["loss"] for row in rows]
     assert len((tmp_path / "csv" / "ds4d_eval_loss.csv").read_text().splitlines()) == 2
+
+
+def test_one_step_of_a_pipeline_is_drawn_as_measured(corpus, tmp_path):
+    from xml.etree import ElementTree
+
+    monitor = {"plot": False, "timeline_step": 2}
+    training = {"steps": 3, "eval_every": None}
+    file = config(corpus, parallel={"pp": 2}, monitor=monitor, training=training)
+    run(2, file, tmp_path / "run")
+    trace = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
+    assert trace[0]["args"]["name"] == "1f1b, 2 ranks, 4 micro-batches: step 2 as measured"
+    for rank, order in enumerate(["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]):
+        passes = [event for event in trace if event["ph"] == "X" and event["tid"] == rank]
+        assert [event["name"].replace("0.", "") for event in passes] == order.split()
+        assert all(0 < event["dur"] and 0 <= event["ts"] < 60e6 for event in passes)
+    drawing = ElementTree.fromstring((tmp_path / "run" / "timeline.svg").read_text())
+    assert len(drawing.findall("{http://www.w3.org/2000/svg}g[@class='lane']")) == 2
 
 
 def test_an_occupied_run_folder_is_not_overwritten(corpus, tmp_path):

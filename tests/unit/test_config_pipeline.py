@@ -272,6 +272,20 @@ def test_too_few_micro_batches_are_a_note(pp, micro_batches, schedule, idle):
     assert list(run.notes) == ([] if idle is None else [expected])
 
 
+@pytest.mark.parametrize(
+    "pp, step, why",
+    [(2, 5, None), (2, 6, "ds4d.training.steps is 5"), (1, 1, "ds4d.parallel.pp is 1")],
+)
+def test_a_timeline_of_no_step_is_a_note(pp, step, why):
+    training = {"steps": 5}
+    given = file(pp, ds4d__monitor={"timeline_step": step}, ds4d__training=training)
+    run = load(given, world_size=pp)
+    assert run.monitor.timeline_step == step
+    told = [note for note in run.notes if "timeline_step" in note]
+    number = f" {step}" if pp > 1 else ""
+    assert told == ([f"ds4d.monitor.timeline_step{number} has no effect: {why}"] if why else [])
+
+
 def test_communication_is_not_overlapped_with_a_pipeline():
     zero = {"stage": 1, "overlap_comm": True}
     run = load(file(2, zero_optimization=zero), world_size=2)

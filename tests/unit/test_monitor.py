@@ -11,6 +11,9 @@ from ds4d.monitor import Monitor, screen
 from ds4d.monitor.display import Display, duration
 from ds4d.monitor.metrics import MetricsFile, read_metrics
 from ds4d.monitor.plot import plot_losses
+from ds4d.pipeline.recorder import Measured
+from ds4d.pipeline.schedules import make_schedule
+from ds4d.pipeline.simulate import Costs, simulate
 
 
 def metrics(step: int, **more) -> dict:
@@ -133,6 +136,26 @@ def test_monitor_ends_by_saying_where_things_are(tmp_path, output):
     for name in ("metrics.jsonl", "loss.png", "step-00000002", "logs"):
         assert str(tmp_path) in summary and name in summary
     assert (tmp_path / "loss.png").exists()
+
+
+def test_a_measured_pipeline_is_told_beside_the_simulated_one(tmp_path, output):
+    schedule = make_schedule("1f1b", ranks=2, chunks=1, micro_batches=4)
+    slow, ideal = (
+        simulate(schedule, Costs((2.0, second), (4.0, second), (0.0, 0.0))).timeline
+        for second in (4.0, 2.0)
+    )
+    with Monitor(tmp_path, is_speaker=True, total_steps=2, plot=False) as monitor:
+        monitor.step(metrics(2))
+        monitor.timeline(Measured(slow, ideal))
+        monitor.finished()
+    told = output.getvalue()
+    idle = [f"{each.bubble:.1%} (by rank {first:.1%}, {last:.1%})"
+            for each in (slow, ideal) for first, last in [each.idle_fraction]]  # fmt: skip
+    assert idle[0] != idle[1]
+    assert f"step 2: measured idle {idle[0]}; simulated with the same mean costs {idle[1]}" in told
+    assert str(tmp_path / "timeline.svg") in told
+    assert "1f1b, 2 ranks, 4 micro-batches: step 2" in (tmp_path / "timeline.svg").read_text()
+    assert len(json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]) == 3 + 16
 
 
 def test_other_ranks_are_silent(tmp_path, output):
