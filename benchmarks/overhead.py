@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -95,13 +96,19 @@ def raw_deepspeed(stage: int, **keys) -> Step:
 
 
 def ds4d(
-    stage: int, *, sequences: int = SEQUENCES, pipeline: dict | None = None, **parallel
+    stage: int,
+    *,
+    sequences: int = SEQUENCES,
+    pipeline: dict | None = None,
+    record: bool = False,
+    **parallel,
 ) -> Step:
     """The same through ds4d's engine.
 
     Args:
         sequences: a step, over all ranks.
         pipeline: ``ds4d.pipeline``.
+        record: a step gives its ``recorder.Measured`` instead of its loss.
         parallel: ``ds4d.parallel``.
     """
     from ds4d import attention
@@ -111,6 +118,7 @@ def ds4d(
     from ds4d.mesh import Mesh
     from ds4d.model.build import build_model
     from ds4d.model.config import hf_config
+    from ds4d.pipeline.recorder import OFF, Recorder
     from ds4d.pipeline.stage import stage_cutter
 
     run = load(
@@ -151,14 +159,18 @@ def ds4d(
             cut=stage_cutter(run, mesh, config),
         )
 
-    engine = Engine.create(run, mesh, build, device=torch.device("cpu"), total_steps=1000)
+    device = torch.device("cpu")
+    engine = Engine.create(run, mesh, build, device=device, total_steps=1000)
     positions = torch.arange(SEQ_LEN)[None]
     last = torch.full((1, 1), IGNORE)
 
-    def step(batches: list[torch.Tensor]) -> float:
-        return engine.train_step(
-            [MicroBatch(ids, torch.cat([ids[:, 1:], last], 1), positions) for ids in batches]
-        ).loss
+    def step(batches: list[torch.Tensor]) -> Any:
+        recorder = Recorder.on(device, mesh.group("pp")) if record else OFF
+        result = engine.train_step(
+            [MicroBatch(ids, torch.cat([ids[:, 1:], last], 1), positions) for ids in batches],
+            recorder=recorder,
+        )
+        return recorder.measured() if record else result.loss
 
     return step
 

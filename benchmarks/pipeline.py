@@ -11,6 +11,9 @@ first steps is compared with the plain process's.
 CPU seconds are summed over both ranks; those over the plain process's are communication,
 bookkeeping and what a schedule computes twice. Wall seconds, and the idle share of both ranks'
 time, need a machine with nobody else on it.
+
+Of ds4d's schedules the idle share between the first and the last pass is measured too, in turns of
+their own, beside what the simulator says of the same schedule with the mean costs of the same step.
 """
 
 from __future__ import annotations
@@ -69,13 +72,29 @@ def everybody(only: str, num_micro_batches: int) -> dict[str, Step]:
         makers[f"DeepSpeed {name}"] = partial(
             deepspeed_pipeline, zero, kind, cut, num_micro_batches
         )
-    for keys, cut in DS4D:
-        pipeline = {**keys, "split": list(cut.layers)}
-        makers[f"ds4d {keys['schedule']}"] = partial(
-            ds4d, 0, sequences=num_micro_batches, pipeline=pipeline, pp=RANKS
-        )
+    makers |= our_makers(num_micro_batches)
     chosen = {name: make() for name, make in makers.items() if re.search(only, name)}
     return {PLAIN: plain(fused=True), **chosen}
+
+
+def our_makers(num_micro_batches: int, *, record: bool = False) -> dict[str, Callable[[], Step]]:
+    return {
+        f"ds4d {keys['schedule']}": partial(
+            ds4d,
+            0,
+            sequences=num_micro_batches,
+            pipeline={**keys, "split": list(cut.layers)},
+            record=record,
+            pp=RANKS,
+        )
+        for keys, cut in DS4D
+    }
+
+
+def recorded(only: str, num_micro_batches: int) -> dict[str, Step]:
+    """ds4d's among them; a step gives what its recorder has measured."""
+    makers = our_makers(num_micro_batches, record=True)
+    return {name: make() for name, make in makers.items() if re.search(only, name)}
 
 
 def summary(name: str, turns: list[Turn], reference: list[Turn]) -> dict[str, object]:
@@ -83,7 +102,7 @@ def summary(name: str, turns: list[Turn], reference: list[Turn]) -> dict[str, ob
     differences = [
         abs(ours - theirs)
         for turn, plain_turn in zip(turns, reference)
-        for ours, theirs in zip(turn.losses, plain_turn.losses)
+        for ours, theirs in zip(turn.results, plain_turn.results)
     ]
     return {
         "name": name,
@@ -98,21 +117,35 @@ def summary(name: str, turns: list[Turn], reference: list[Turn]) -> dict[str, ob
     }
 
 
+def idle(name: str, turns: list[Turn]) -> dict[str, object]:
+    """Of ``recorded`` turns: medians over the steps."""
+    steps = [measured for turn in turns[1:] for measured in turn.results]
+    return {
+        "name": name,
+        "measured_idle": statistics.median(step.timeline.bubble for step in steps),
+        "simulated_idle": statistics.median(step.simulated.bubble for step in steps),
+    }
+
+
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--only", default="", help="contestants, a regular expression")
     args = parser.parse_args()
-    turns = measure(
-        partial(everybody, args.only, args.micro_batches),
-        partial(batches, sequences=args.micro_batches),
-        rounds=args.rounds,
-        steps=args.steps,
-        same_data=True,
+    turns, recorded_turns = (
+        measure(
+            partial(build, args.only, args.micro_batches),
+            partial(batches, sequences=args.micro_batches),
+            rounds=args.rounds,
+            steps=args.steps,
+            same_data=True,
+        )
+        for build in (everybody, recorded)
     )
     result = [summary(name, its, turns[PLAIN]) for name, its in turns.items()]
+    idle_result = [idle(name, its) for name, its in recorded_turns.items()]
     if args.json:
-        print(json.dumps(result, indent=2))
+        print(json.dumps({"steps": result, "idle": idle_result}, indent=2))
         return
     table = Table(
         "", "CPU s", "ratio", "wall s", "best", "idle", "loss",
@@ -124,6 +157,11 @@ def main() -> None:
         seconds = ("cpu_seconds", "over_plain", "wall_seconds_median", "wall_seconds_best")
         cells = [f"{row[key]:.3f}" for key in seconds]
         table.add_row(row["name"], *cells, f"{row['idle']:.0%}", f"{row['loss_difference']:.0e}")
+    Console().print(table)
+    table = Table("", "measured", "simulated", title="idle from the first pass to the last")
+    for row in idle_result:
+        cells = (f"{row[key]:.1%}" for key in ("measured_idle", "simulated_idle"))
+        table.add_row(row["name"], *cells)
     Console().print(table)
 
 

@@ -9,14 +9,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 RANKS = 2
-# an optimizer step; its loss, on rank 0, where somebody compares losses
-Step = Callable[[list[torch.Tensor]], float | None]
+# an optimizer step; on rank 0 it gives its loss, or what else somebody looks at
+Step = Callable[[list[torch.Tensor]], Any]
 Build = Callable[[], dict[str, Step]]  # a module's function: everybody, in the order of turns
 Batches = Callable[[torch.Generator], list[torch.Tensor]]
 
@@ -30,13 +31,13 @@ class Turn:
         wall_seconds: until the slower rank was through.
         idle: share of both ranks' wall time in which the main thread had nothing to compute.
             Waiting for a core that others use is not idleness.
-        losses: of each step.
+        results: what each step gave on rank 0.
     """
 
     cpu_seconds: float
     wall_seconds: float
     idle: float
-    losses: tuple[float | None, ...]
+    results: tuple[Any, ...]
 
 
 def arguments(about: str) -> argparse.ArgumentParser:
@@ -109,14 +110,14 @@ def _rank(rank, store, build, batches, rounds, steps, same_data, answers) -> Non
 def _turn(step: Step, fed: list[torch.Tensor], steps: int) -> Turn:
     dist.barrier()
     wall, cpu, busy = time.perf_counter(), time.process_time(), _main_thread_busy()
-    losses = tuple(step(fed) for _ in range(steps))
+    results = tuple(step(fed) for _ in range(steps))
     wall = time.perf_counter() - wall
     used = torch.tensor([time.process_time() - cpu, _main_thread_busy() - busy])
     longest = torch.tensor(wall)
     dist.all_reduce(used)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     cpu, busy, wall = *used.tolist(), longest.item()
-    return Turn(cpu / steps, wall / steps, max(0.0, 1 - busy / (RANKS * wall)), losses)
+    return Turn(cpu / steps, wall / steps, max(0.0, 1 - busy / (RANKS * wall)), results)
 
 
 def _main_thread_busy() -> float:
