@@ -91,3 +91,30 @@ def test_costs_are_means():
     order = [Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(B, 0, 1)]
     lane = [Span(a, 10.0 * i, 10.0 * i + i + 1) for i, a in enumerate(order)]
     assert mean_costs(schedule, [lane]) == Costs((2.0,), (3.0,), (0,))
+
+
+def test_marks_in_a_stream_are_seconds_of_the_host(monkeypatch):
+    """A device's events are told apart in milliseconds, on a clock of their own."""
+
+    class Event:
+        at = 5000.0
+
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.recorded = Event.at
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, later: Event) -> float:
+            return later.recorded - self.recorded
+
+    monkeypatch.setattr(recorder.torch.cuda, "Event", Event)
+    monkeypatch.setattr(recorder.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(recorder.time, "perf_counter", lambda: 70.0)
+    clock = recorder.StreamClock()
+    assert clock.start() == 70.0
+    Event.at += 250.0
+    assert clock.seconds(clock.mark()) == 70.25
