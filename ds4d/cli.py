@@ -337,7 +337,11 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
     """Where the model is: see ``_on_model``."""
     parser.add_argument(
         "--tp", metavar="N", type=_positive, default=1,
-        help="share the model among N processes, each with its own GPU where there are some",
+        help="share each layer among N processes, each with its own GPU where there are some",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pp", metavar="N", type=_positive, default=1,
+        help="share the layers among N stages of --tp processes each, which work in turn",
     )  # fmt: skip
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
 
@@ -345,16 +349,17 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 def _on_model(
     args: argparse.Namespace, function: Callable[..., Any], *more: Any, **kwargs: Any
 ) -> Any:
-    """``function(PATH, *more, **kwargs)``, in this process or on --tp ranks."""
+    """``function(PATH, *more, **kwargs)``, in this process or on --pp x --tp ranks."""
     from ds4d.launch.call import call_on_ranks
     from ds4d.launch.runtime import quiet_libraries
     from ds4d.saved_model import check_can_be_cut
 
     quiet_libraries()
-    if args.tp == 1:
+    if args.pp * args.tp == 1:
         return function(args.path, *more, **kwargs, device=args.device or _default_device())
-    check_can_be_cut(args.path, args.tp)  # before any rank starts
-    return call_on_ranks(function, args.path, *more, **kwargs, tp=args.tp, device=args.device)
+    layout = {"pp": args.pp, "tp": args.tp}
+    check_can_be_cut(args.path, **layout)  # before any rank starts
+    return call_on_ranks(function, args.path, *more, **kwargs, **layout, device=args.device)
 
 
 def _default_device() -> str:

@@ -32,19 +32,44 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from ds4d import shared_memory
+
 # their names before torch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _start_all_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """x -> out [t, *x.shape]"""
-    return _all_gather(out.flatten(0, 1), x, group=group, async_op=True)
+Work = dist.Work | shared_memory.Work
 
 
-def _start_reduce_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """x [t, *out.shape] -> out"""
-    return _reduce_scatter(out, x.flatten(0, 1), group=group, async_op=True)
+@dataclass(frozen=True)
+class _Native:
+    """What the group was made with: NCCL, gloo."""
+
+    group: dist.ProcessGroup
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp) -> Work:
+        return dist.all_reduce(x, op, group=self.group, async_op=True)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        """x -> out [t, *x.shape]"""
+        return _all_gather(out.flatten(0, 1), x, group=self.group, async_op=True)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
+        """x [t, *out.shape] -> out"""
+        return _reduce_scatter(out, x.flatten(0, 1), group=self.group, async_op=True)
+
+    def send(self, x: Tensor, peer: int) -> Work:
+        return dist.isend(x, group=self.group, group_dst=peer)
+
+    def recv(self, out: Tensor, peer: int) -> Work:
+        return dist.irecv(out, group=self.group, group_src=peer)
+
+
+def _transport(x: Tensor, group: dist.ProcessGroup) -> _Native | shared_memory.Channel:
+    """What carries tensors like ``x``: on CPUs of one host their memory."""
+    channel = shared_memory.channel_of(group) if x.device.type == "cpu" else None
+    return channel or _Native(group)
 
 
 @dataclass
@@ -79,7 +104,7 @@ def count_traffic() -> Iterator[Traffic]:
 
 
 # collective -> how often a ring sends (t - 1) / t of the full tensor
-_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}
 
 
 def _count(collective: str, full: Tensor, group: dist.ProcessGroup, purpose: str) -> None:
@@ -92,7 +117,7 @@ def _count(collective: str, full: Tensor, group: dist.ProcessGroup, purpose: str
 class Pending:
     """A result under way. ``wait()`` once; on a GPU it stops the stream, not the program."""
 
-    def __init__(self, result: Tensor, work: dist.Work | None, shape: tuple[int, ...]) -> None:
+    def __init__(self, result: Tensor, work: Work | None, shape: tuple[int, ...]) -> None:
         self._result, self._work, self._shape = result, work, shape
 
     def wait(self) -> Tensor:
@@ -110,7 +135,7 @@ def begin_all_reduce(
     """Sum (or ``op``) in place. ``x`` must not be touched until it is waited for."""
     work = None
     if group.size() > 1:
-        work = dist.all_reduce(x, op, group=group, async_op=True)
+        work = _transport(x, group).all_reduce(x, op)
         _count("all_reduce", x, group, purpose)
     return Pending(x, work, x.shape)
 
@@ -123,18 +148,31 @@ def all_reduce(
     return x
 
 
-def begin_send(x: Tensor, to: int, group: dist.ProcessGroup, *, purpose: str) -> dist.Work:
+def broadcast(x: Tensor, source: int, group: dist.ProcessGroup, *, purpose: str) -> Tensor:
+    """To all from rank ``source`` of the group, in place; returns ``x``."""
+    if group.size() > 1:
+        dist.broadcast(x, group=group, group_src=source)
+        _count("broadcast", x, group, purpose)
+    return x
+
+
+def open_transport(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Before the first ``begin_send`` and ``begin_receive``. Collective: the group."""
+    _transport(torch.empty(0, device=device), group)
+
+
+def begin_send(x: Tensor, to: int, group: dist.ProcessGroup, *, purpose: str) -> Work:
     """Send to rank ``to`` of the group, which receives in the order in which is sent. ``x`` must
-    stay as it is until the work is done."""
+    stay as it is until the work is completed."""
     for traffic in _counting:
         traffic.calls[purpose, "send"] += 1
         traffic.sent[purpose, "send"] += x.nbytes
-    return dist.isend(x, group=group, group_dst=to)
+    return _transport(x, group).send(x, to)
 
 
 def begin_receive(out: Tensor, source: int, group: dist.ProcessGroup) -> Pending:
     """Receive into ``out`` what rank ``source`` of the group sends next; its sender counts it."""
-    return Pending(out, dist.irecv(out, group=group, group_src=source), out.shape)
+    return Pending(out, _transport(out, group).recv(out, source), out.shape)
 
 
 def begin_gather(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> "PendingSequence":
@@ -143,7 +181,7 @@ def begin_gather(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> "Pendi
         return PendingSequence(x, None)
     x = x.contiguous()
     out = x.new_empty(group.size(), *x.shape)  # [t, B, s, E]
-    work = _start_all_gather(out, x, group)
+    work = _transport(x, group).all_gather(out, x)
     _count("all_gather", out, group, purpose)
     return PendingSequence(out, work)
 
@@ -151,7 +189,7 @@ def begin_gather(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> "Pendi
 class PendingSequence:
     """A gathered sequence under way: the ranks' shards one after the other in memory."""
 
-    def __init__(self, out: Tensor, work: dist.Work | None) -> None:
+    def __init__(self, out: Tensor, work: Work | None) -> None:
         self._out, self._work = out, work
 
     def wait(self) -> Tensor:
@@ -171,7 +209,7 @@ def begin_reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -
     # [B, S, E] -> [B, t, s, E] -> [t, B, s, E]; a copy only where B > 1
     by_rank = x.reshape(batch, size, part, *rest).transpose(0, 1).contiguous()
     out = x.new_empty(batch, part, *rest)
-    work = _start_reduce_scatter(out, by_rank, group)
+    work = _transport(x, group).reduce_scatter(out, by_rank)
     _count("reduce_scatter", by_rank, group, purpose)
     return Pending(out, work, out.shape)
 
@@ -218,7 +256,7 @@ def _all_gather_last(x: Tensor, group: dist.ProcessGroup, purpose: str) -> Tenso
     """[..., C] -> [..., t * C]"""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = rows.new_empty(group.size(), *rows.shape)  # [t, N, C]
-    _start_all_gather(out, rows, group).wait()
+    _transport(x, group).all_gather(out, rows).wait()
     _count("all_gather", out, group, purpose)
     # [t, N, C] -> [N, t, C] -> [..., t * C]
     return out.transpose(0, 1).reshape(*x.shape[:-1], -1)
@@ -296,7 +334,7 @@ class _GatherLast(torch.autograd.Function):
         # [..., t * C] -> [t, N, C]
         by_rank = grad.reshape(-1, size, columns).transpose(0, 1).contiguous()
         out = by_rank.new_empty(by_rank.shape[1:])
-        _start_reduce_scatter(out, by_rank, ctx.group).wait()
+        _transport(out, ctx.group).reduce_scatter(out, by_rank).wait()
         _count("reduce_scatter", by_rank, ctx.group, ctx.purpose)
         return out.view(*grad.shape[:-1], columns), None, None
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import deepspeed
@@ -40,7 +39,7 @@ from ds4d.comm import all_reduce
 from ds4d.config.deepspeed_json import to_deepspeed
 from ds4d.config.types import RunConfig
 from ds4d.data.batch import MicroBatch
-from ds4d.loss import Objective, count_targets, sum_loss
+from ds4d.loss import Objective, count_targets, eval_sums, sum_loss
 from ds4d.mesh import DeepSpeedMpu, Mesh
 from ds4d.optim import build_optimizer, build_scheduler
 from ds4d.pipeline.engine import Pipeline
@@ -275,27 +274,17 @@ class Engine:
         engine.allreduce_gradients()
         return loss_sum
 
-    @torch.no_grad()
     def eval_sums(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[Tensor, Tensor]]:
         """Of each micro-batch (sum of token losses, count of valid targets), float64 scalars: of
-        this rank alone, and nothing where it does not have the last stage.
-
-        The likelihood alone: label smoothing and z-loss are for training.
+        this rank alone, and nothing where it does not have the last stage. See ``loss.eval_sums``.
 
         Every rank must give as many, for under ZeRO-3 a forward pass is collective, and so it is
         along a pipeline.
         """
         self._engine.eval()
         if self._pipeline is None:
-            for batch in batches:
-                batch = batch.to(self.device)
-                loss = sum_loss(self._engine, batch)
-                yield loss.double(), count_targets(batch.targets).double()
-            return
-        # several at once, so that all stages are busy
-        batches = iter(batches)
-        while group := list(islice(batches, 4 * self._mesh.parallel.pp)):
-            yield from self._pipeline.evaluate([batch.to(self.device) for batch in group])
+            return eval_sums(self._engine, batches, device=self.device)
+        return self._pipeline.evaluate(batches)
 
     def logical_state(self) -> dict[str, LogicalTensor]:
         """Weights, optimizer state and buffers as logical tensors; views, nothing is copied.
@@ -305,8 +294,12 @@ class Engine:
         return optimizer_state.logical_state(self._engine)
 
     def scalars(self) -> dict[str, Any]:
-        """What else the optimizer, schedule and loss scale are made of, as JSON."""
-        return optimizer_state.scalars(self._engine)
+        """What else the optimizer, schedule and loss scale are made of, as JSON: of all stages
+        together."""
+        stages: list[Any] = [None] * self._mesh.size("pp")
+        mine = optimizer_state.scalars(self._engine)
+        dist.all_gather_object(stages, mine, group=self._mesh.group("pp"))
+        return optimizer_state.merged_scalars(stages)
 
     @contextmanager
     def restoring(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
@@ -18,15 +18,14 @@ from ds4d.checkpoint.find import locate
 from ds4d.checkpoint.load import read_extra
 from ds4d.config.errors import ConfigError, Problem
 from ds4d.config.load import load
-from ds4d.config.types import ModelConfig, RunConfig, TokenizerConfig
-from ds4d.data.batch import MicroBatch
+from ds4d.config.types import ModelConfig, PipelineConfig, RunConfig, TokenizerConfig
 from ds4d.data.loader import eval_batches
 from ds4d.data.prepare import prepare
-from ds4d.loss import count_targets, sum_loss
+from ds4d.loss import eval_sums
 from ds4d.mesh import Mesh
 from ds4d.model.config import hf_config
+from ds4d.pipeline.engine import Pipeline
 from ds4d.saved_model import load_model
-from ds4d.tensor_parallel.state import TensorParallel
 
 NO_DATA = "missing: say what to evaluate on, with --source or a --config that has it"
 
@@ -77,8 +76,8 @@ def evaluate(
             trained with.
         source: instead of ``ds4d.data.eval``.
         overrides: ``dotted.key=value`` each.
-        mesh: whose tp ranks hold the model together; each sees all of the set. None: this process
-            holds it.
+        mesh: whose pp and tp ranks hold the model together; each sees all of the set. None: this
+            process holds it.
 
     Returns:
         ``loss``, ``perplexity``, ``tokens`` (valid targets) and ``samples``; the same on all ranks.
@@ -87,22 +86,21 @@ def evaluate(
         ConfigError, DataError: nothing to evaluate on, or data that cannot be read.
         ValueError: no model or no tokenizer at ``path``.
 
-    Collective: tp.
+    Collective: pp, tp.
     """
-    tp = None if mesh is None else TensorParallel(mesh.group("tp"))
-    model, tokenizer = load_model(path, device=device, tp=tp)
+    model, tokenizer = load_model(path, device=device, mesh=mesh)
     run = _run_for(path, config, source, overrides, Path(tokenizer.name_or_path))
     rank = 0 if mesh is None else mesh.rank
     store = prepare(run, sources=("eval",), local_rank=rank, progress=progress).eval
-    micro = run.batch.micro
-
-    @torch.no_grad()
-    def sums(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        batch = batch.to(device)
-        return sum_loss(model, batch).double(), count_targets(batch.targets).double()
-
-    batches = eval_batches(store, micro, dp_rank=0, dp_size=1)
-    loss, tokens = mean_loss(map(sums, batches), device=device)
+    batches = eval_batches(store, run.batch.micro, dp_rank=0, dp_size=1)
+    stages = None
+    if mesh is None or mesh.parallel.pp == 1:
+        sums = eval_sums(model, batches, device=device)
+    else:
+        stages = mesh.group("pp")
+        pipeline = Pipeline(model.ds4d_stages, mesh, PipelineConfig(), device=device)
+        sums = pipeline.evaluate(batches)
+    loss, tokens = mean_loss(sums, device=device, group=stages)
     perplexity = math.exp(min(loss, 700.0))
     return {"loss": loss, "perplexity": perplexity, "tokens": tokens, "samples": len(store)}
 

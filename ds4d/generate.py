@@ -14,8 +14,8 @@ from transformers import (
 )
 
 from ds4d.mesh import Mesh
+from ds4d.pipeline.generate import join_stages
 from ds4d.saved_model import load_model
-from ds4d.tensor_parallel.state import TensorParallel
 
 
 def generate(
@@ -39,8 +39,8 @@ def generate(
         temperature: 0 takes the likeliest token at each step; else tokens are drawn.
         top_p: drawn from the likeliest tokens that have this much probability together.
         seed: of the drawing.
-        mesh: whose tp ranks hold the model together; all else is the same on every rank. None:
-            this process holds it.
+        mesh: whose pp and tp ranks hold the model together; all else is the same on every rank.
+            None: this process holds it.
 
     Returns:
         What follows each prompt, up to the model's end-of-text token, without special tokens; the
@@ -49,11 +49,12 @@ def generate(
     Raises:
         ValueError: no model or no tokenizer there, or a prompt that the model cannot continue.
 
-    Collective: tp.
+    Collective: pp, tp.
     """
     _check_settings(prompts, max_new_tokens, temperature, top_p)
-    tp = None if mesh is None else TensorParallel(mesh.group("tp"))
-    model, tokenizer = load_model(path, device=device, tp=tp)
+    model, tokenizer = load_model(path, device=device, mesh=mesh)
+    if mesh is not None and mesh.parallel.pp > 1:
+        join_stages(model.ds4d_stages, mesh)
     batch = _encode(tokenizer, prompts).to(device)
     _check_lengths(batch, model.config, max_new_tokens)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ds4d import attention
@@ -15,7 +17,7 @@ from ds4d.tensor_parallel.cross_entropy import Objective, sum_cross_entropy
 from ds4d.tensor_parallel.state import TensorParallel
 from ds4d.tensor_parallel.vocab import head_of
 
-__all__ = ["Objective", "count_targets", "sum_cross_entropy", "sum_loss"]
+__all__ = ["Objective", "count_targets", "eval_sums", "sum_cross_entropy", "sum_loss"]
 
 
 def sum_loss(
@@ -55,6 +57,26 @@ def sum_loss(
             return sum_cross_entropy(logits, batch.targets, objective, scale=scale)
         with head.deferred(batch.targets, objective, scale=scale):
             return model(**inputs).logits
+
+
+@torch.no_grad()
+def eval_sums(
+    model: nn.Module, batches: Iterable[MicroBatch], *, device: torch.device | str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(sum of token losses, count of valid targets) of each micro-batch, float64 scalars.
+
+    The likelihood alone: label smoothing and z-loss are for training.
+
+    Args:
+        model: as in ``sum_loss``, in eval mode.
+        batches: on any device.
+        device: of the model.
+
+    Collective: as ``sum_loss``, for each micro-batch.
+    """
+    for batch in batches:
+        batch = batch.to(device)
+        yield sum_loss(model, batch).double(), count_targets(batch.targets).double()
 
 
 def padded(batch: MicroBatch, tp: TensorParallel | None) -> MicroBatch:

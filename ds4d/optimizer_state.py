@@ -225,7 +225,7 @@ def _is_scalar(value: Any) -> bool:
 
 def scalars(engine: DeepSpeedEngine) -> dict[str, Any]:
     """The state that is not per element: step counts by group name, the loss scale. The same on
-    every rank and for every layout."""
+    every rank of a stage."""
     inner = _inner(engine)
     groups: dict[str, dict[str, Any]] = {}
     for flat in _flats(engine):
@@ -238,6 +238,13 @@ def scalars(engine: DeepSpeedEngine) -> dict[str, Any]:
         "loss_scale": _loss_scale(engine),
         "skipped_steps": engine.skipped_steps,
     }
+
+
+def merged_scalars(stages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of a whole model: a stage may have no parameter of a group, or none that learns."""
+    groups = {name: values for stage in stages for name, values in stage["groups"].items()}
+    kinds = next((stage["kinds"] for stage in stages if stage["kinds"]), [])
+    return {**stages[0], "kinds": kinds, "groups": groups}
 
 
 def _loss_scale(engine: DeepSpeedEngine) -> dict[str, float]:

@@ -27,11 +27,14 @@ from ds4d.checkpoint.logical import LogicalTensor, Piece
 from ds4d.checkpoint.storage import SafetensorsReader
 from ds4d.config.errors import ConfigError, Problem
 from ds4d.config.types import ModelConfig
+from ds4d.mesh import Mesh
 from ds4d.model.build import DTYPES, Stored, fill, stored_or_initial
 from ds4d.model.config import hf_config
 from ds4d.model.initial import InitialValues
 from ds4d.model.meta import logical_model, meta_model
 from ds4d.model.weights import Weights
+from ds4d.pipeline.check import why_not_staged
+from ds4d.pipeline.stage import inference_cutter
 from ds4d.tensor_parallel.check import why_not_cut
 from ds4d.tensor_parallel.inject import inject
 from ds4d.tensor_parallel.shard import Shard
@@ -40,26 +43,28 @@ from ds4d.tensor_parallel.vocab import install_head
 
 
 def load_model(
-    path: Path, *, device: torch.device | str, tp: TensorParallel | None = None
+    path: Path, *, device: torch.device | str, mesh: Mesh | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in eval mode, in the dtype it was saved or trained in, and its tokenizer.
 
     Args:
         path: a Hugging Face folder, a ds4d checkpoint, or a run folder (its newest checkpoint).
-        tp: the ranks that hold the model together; None: it is all here.
+        mesh: whose pp and tp ranks hold the model together, each pp rank one chunk of its layers
+            (``pipeline/stage.py``); None: it is all here.
 
     Raises:
-        ValueError: no model or no tokenizer there, or weights that do not fit.
+        ValueError: no model or no tokenizer there, weights that do not fit, or a model that can't
+            be cut so.
         CheckpointError: ``WrongPath`` where no model is, else a checkpoint that cannot be read.
     """
     attention.register()
     folder = find_model(path)
     if (folder / "config.json").is_file():
         tokenizer = _tokenizer(path, folder)
-        model = _from_folder(folder, device, tp)
+        model = _from_folder(folder, device, mesh)
     else:
         tokenizer = _tokenizer(path, tokenizer_folder(folder))
-        model = _from_checkpoint(folder, device, tp)
+        model = _from_checkpoint(folder, device, mesh)
     return model.eval(), tokenizer
 
 
@@ -80,13 +85,25 @@ def find_model(path: Path) -> Path:
         ) from None
 
 
-def check_can_be_cut(path: Path, tp: int) -> None:
+def check_can_be_cut(path: Path, *, pp: int, tp: int) -> None:
     """Raises:
     ConfigError: the model at ``path`` can't be cut over so many ranks.
     CheckpointError: see ``find_model``.
     """
-    if reason := why_not_cut(_config(find_model(path)), tp):
-        raise ConfigError([Problem("--tp", reason)], name=str(path))
+    config = _config(find_model(path))
+    reasons = {"--pp": _why_not_staged(config, pp), "--tp": why_not_cut(config, tp)}
+    problems = [Problem(option, reason) for option, reason in reasons.items() if reason]
+    if problems:
+        raise ConfigError(problems, name=str(path))
+
+
+def _why_not_staged(config: PreTrainedConfig, pp: int) -> str | None:
+    if pp == 1:
+        return None
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    if pp > layers:
+        return f"{pp} stages for {layers} layers would leave some empty; pp can be {layers} at most"
+    return why_not_staged(config)
 
 
 def _config(folder: Path) -> PreTrainedConfig:
@@ -96,9 +113,9 @@ def _config(folder: Path) -> PreTrainedConfig:
 
 
 def _from_folder(
-    folder: Path, device: torch.device | str, tp: TensorParallel | None
+    folder: Path, device: torch.device | str, mesh: Mesh | None
 ) -> PreTrainedModel:
-    if tp is None or tp.size == 1:
+    if mesh is None or mesh.size("model") == 1:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -112,20 +129,20 @@ def _from_folder(
     config = _config(folder)
     logical = logical_model(config)
     weights = Weights(folder, logical)
-    model = _build(config, _dtype(config, weights, logical), weights, logical, device, tp)
+    model = _build(config, _dtype(config, weights, logical), weights, logical, device, mesh)
     if (folder / "generation_config.json").is_file():  # as from_pretrained: it may end texts
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model
 
 
 def _from_checkpoint(
-    folder: Path, device: torch.device | str, tp: TensorParallel | None
+    folder: Path, device: torch.device | str, mesh: Mesh | None
 ) -> PreTrainedModel:
     config = _config(folder)
     logical = logical_model(config)
     tensors = _CheckpointTensors(folder, logical)
     dtype = DTYPES[read_manifest(folder).extra["dtype"]]
-    return _build(config, dtype, tensors, logical, device, tp)
+    return _build(config, dtype, tensors, logical, device, mesh)
 
 
 def _dtype(config: PreTrainedConfig, weights: Weights, logical: PreTrainedModel) -> torch.dtype:
@@ -143,11 +160,13 @@ def _build(
     stored: Stored,
     logical: PreTrainedModel,
     device: torch.device | str,
-    tp: TensorParallel | None,
+    mesh: Mesh | None,
 ) -> PreTrainedModel:
     implementation = attention.implementation_for(config)
     model = meta_model(config, dtype=dtype, attn_implementation=implementation)
-    inject(model, TensorParallel(NoGroup()) if tp is None else tp)
+    inject(model, TensorParallel(NoGroup()) if mesh is None else mesh.tensor_parallel())
+    if mesh is not None and (cut := inference_cutter(mesh, config)) is not None:
+        cut(model)
     fill(model, stored_or_initial(stored, InitialValues(logical, seed=0)), device=device)
     return model
 

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ from ds4d.model.build import DTYPES, build_model
 from ds4d.model.config import hf_config
 from ds4d.monitor import Monitor
 from ds4d.monitor.flops import model_flops, peak_tflops
+from ds4d.pipeline.check import why_not_staged
+from ds4d.pipeline.partition import split_of
 from ds4d.pipeline.recorder import OFF, Recorder
 from ds4d.pipeline.stage import stage_cutter
 from ds4d.resume import (
@@ -81,7 +83,7 @@ def main(
     if checkpoint is not None:
         trainer.restore(checkpoint)
     if rank.launch.rank == 0:
-        _write_run_folder(run, data, rank.output)
+        _write_run_folder(trainer.run, data, rank.output)
     with trainer.make_monitor() as monitor:
         for note in run.notes:
             monitor.note(f"note: {note}")
@@ -135,6 +137,19 @@ def _check_documents(run: RunConfig, data: PreparedData, config: PreTrainedConfi
             raise ConfigError([Problem(f"ds4d.data.{name}", text)])
 
 
+def _with_split(run: RunConfig, config: PreTrainedConfig) -> RunConfig:
+    """``check`` cannot cut a model that is still on the hub, or whose vocabulary is not known."""
+    if run.parallel.pp == 1:
+        return run
+    if reason := why_not_staged(config):
+        raise ConfigError([Problem("ds4d.parallel.pp", reason)])
+    try:
+        split = split_of(run, config)
+    except ValueError as error:
+        raise ConfigError([Problem("ds4d.pipeline.split", str(error))]) from None
+    return run.replace(pipeline=replace(run.pipeline, split=split.counts))
+
+
 @dataclass
 class Progress:
     """Where training stands; what a resumed run continues from."""
@@ -169,6 +184,7 @@ class Trainer:
             run.model, vocab_size=data.vocab_size, tokenizer=data.tokenizer
         )
         _check_documents(run, data, self.hf_config)
+        self.run = run = _with_split(run, self.hf_config)
         self._facts = facts(run, data, self.hf_config.to_dict())
         self.engine = Engine.create(
             run,

@@ -31,9 +31,14 @@ TIMEOUT_SECONDS = 1800.0  # of a collective, as in training
 
 
 def call_on_ranks(
-    function: Callable[..., T], *args: Any, tp: int, device: str | None, **kwargs: Any
+    function: Callable[..., T],
+    *args: Any,
+    pp: int = 1,
+    tp: int = 1,
+    device: str | None,
+    **kwargs: Any,
 ) -> T:
-    """``function(*args, **kwargs, device=..., mesh=...)`` on ``tp`` ranks of this machine.
+    """``function(*args, **kwargs, device=..., mesh=...)`` on pp x tp ranks of this machine.
 
     Args:
         function: of a module; it, its arguments and its result can be pickled.
@@ -43,10 +48,12 @@ def call_on_ranks(
         LaunchError: the machine has no place for so many ranks; nothing was started.
         SystemExit: with the job's exit code; the ranks have said on stderr what went wrong.
     """
-    gpus = _gpus(device, tp)
+    parallel = ParallelConfig(pp=pp, tp=tp)
+    gpus = _gpus(device, parallel.world_size)
     folder = Path(tempfile.mkdtemp(prefix="ds4d-"))
-    (folder / CALL).write_bytes(pickle.dumps((function, args, kwargs)))
-    code = run_job(Job((str(folder),), tp, gpus, module=__name__, stdout=STDERR))
+    (folder / CALL).write_bytes(pickle.dumps((parallel, function, args, kwargs)))
+    job = Job((str(folder),), parallel.world_size, gpus, module=__name__, stdout=STDERR)
+    code = run_job(job)
     result = pickle.loads((folder / RESULT).read_bytes()) if code == 0 else None
     if code in (0, INTERRUPTED):
         shutil.rmtree(folder)
@@ -58,11 +65,11 @@ def call_on_ranks(
 def _gpus(device: str | None, num_ranks: int) -> tuple[str, ...]:
     """Names of the GPUs to run on; none: the CPU."""
     if device not in (None, "cpu", "cuda"):
-        raise LaunchError(f"--device {device}: the ranks of --tp take cuda, each its own, or cpu")
+        raise LaunchError(f"--device {device}: several ranks take cuda, each its own, or cpu")
     gpus = () if device == "cpu" else visible_gpus()
     if device == "cuda" and not gpus:
         raise LaunchError("--device cuda: no GPU is visible here")
-    check_gpus(num_ranks, gpus, "lower --tp, or run with --device cpu")
+    check_gpus(num_ranks, gpus, "lower --tp or --pp, or run with --device cpu")
     return gpus
 
 
@@ -71,12 +78,11 @@ def main() -> int:
     folder = Path(sys.argv[1])
 
     def body(rank: runtime.Rank) -> int:
-        function, args, kwargs = pickle.loads((folder / CALL).read_bytes())
+        parallel, function, args, kwargs = pickle.loads((folder / CALL).read_bytes())
         from ds4d.mesh import Mesh  # torch
 
         rank.init_distributed(TIMEOUT_SECONDS)
-        tp = ParallelConfig(tp=rank.launch.world_size)
-        mesh = Mesh.create(tp, timeout_seconds=TIMEOUT_SECONDS)
+        mesh = Mesh.create(parallel, timeout_seconds=TIMEOUT_SECONDS)
         result = function(*args, **kwargs, device=rank.device, mesh=mesh)
         if mesh.rank == 0:
             (folder / RESULT).write_bytes(pickle.dumps(result))

@@ -36,7 +36,7 @@ _FOR_PEOPLE = {
     "ds4d.trainer.NonFiniteError": FAILURE,
 }
 
-# What gloo, NCCL and the store say on the ranks that lost a peer.
+# What gloo, NCCL, the store and shared memory say on the ranks that lost a peer.
 _LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -44,6 +44,7 @@ _LOST_PEER = (
     "Broken pipe",
     "remote process exited or there was a network error",
     "NCCL communicator was aborted",
+    "ended, or left the group",
 )
 
 

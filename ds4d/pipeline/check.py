@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from transformers import PreTrainedConfig
 
-from ds4d.model.meta import meta_model
-from ds4d.pipeline.stack import layer_stack
+from ds4d.pipeline.probe import probe
 
 
 def why_not_staged(config: PreTrainedConfig) -> str | None:
     """Why the model of ``config`` can't be cut into stages; None: it can."""
     try:
-        layer_stack(meta_model(config, dtype=torch.float32))
+        probe(config)
     except ValueError as error:
-        return str(error)
+        return f"model_type {config.model_type} can't be cut into stages: {error}"
     return None

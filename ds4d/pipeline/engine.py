@@ -9,8 +9,9 @@ Letters: B sequences, S tokens, s = S / t of them under sequence parallelism, E 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -107,10 +108,17 @@ class Pipeline:
             return run.train(objective, scale, accumulated)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
+    def evaluate(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[Tensor, Tensor]]:
         """(sum of token losses, count of valid targets) of each micro-batch, float64 scalars, on
-        the ranks that have the last stage; zeros on the others."""
-        return _Run(self, *self._plan(len(batches), False), batches).evaluate()
+        the ranks that have the last stage; zeros on the others.
+
+        Args:
+            batches: on any device; as many on every rank.
+        """
+        batches = iter(batches)
+        # several at once, so that all stages are busy
+        while group := [batch.to(self._device) for batch in islice(batches, 4 * self._ranks)]:
+            yield from _Run(self, *self._plan(len(group), False), group).evaluate()
 
     # -- what a run asks for ----------------------------------------------------------------
 
@@ -119,8 +127,7 @@ class Pipeline:
         rows, tokens = batch.input_ids.shape
         if self._tp.sequence_parallel:
             tokens //= self._tp.size
-        shape = (rows, tokens, self.stages.anatomy.width)
-        return torch.empty(shape, dtype=self.stages.hidden_dtype, device=self._device)
+        return self.stages.new_hidden((rows, tokens))
 
 
 class _Run:
@@ -145,6 +152,7 @@ class _Run:
             incoming,
             up=mesh.group("pp_up"),
             down=mesh.group("pp_down"),
+            device=pipeline._device,
             new_tensor=lambda message: pipeline.new_hidden(self._batches[message.micro_batch]),
         )
         self._here: dict[Message, Tensor] = {}  # between two chunks of this rank

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds4d.comm import Pending, begin_receive, begin_send
+from ds4d.comm import Pending, begin_receive, begin_send, open_transport
 from ds4d.pipeline.actions import Kind, Schedule
 
 PURPOSE = "pipeline"
@@ -64,6 +65,8 @@ class Mail:
             rank.
         incoming: ``messages_to(rank, schedule)``.
         new_tensor: makes what a message is received into.
+
+    Making one is collective the first time: ``up`` and ``down``.
     """
 
     def __init__(
@@ -73,8 +76,11 @@ class Mail:
         *,
         up: dist.ProcessGroup,
         down: dist.ProcessGroup,
+        device: torch.device,
         new_tensor: Callable[[Message], Tensor],
     ) -> None:
+        for group in (up, down):
+            open_transport(group, device)
         self._rank, self._up, self._down = rank, up, down
         self._new_tensor = new_tensor
         self._expected = {sender: deque(messages) for sender, messages in incoming.items()}

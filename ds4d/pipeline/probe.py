@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.initialization import no_init_weights
 
 from ds4d import attention
 from ds4d.pipeline.stack import layer_stack
@@ -69,15 +70,23 @@ def probe(config: PreTrainedConfig) -> Anatomy:
     Raises:
         ValueError: it can't be cut between its layers; says why.
     """
-    with FakeTensorMode(), _quiet():
-        model = AutoModelForCausalLM.from_config(
-            deepcopy(config), dtype=DTYPE, attn_implementation=_implementation(config)
-        )
-        path, layers = layer_stack(model)
-        watch = _Watch(Anatomy(path), layers)
-        for _ in watch.hooks(model):
-            pass
-        watch.check_end(_run(model))
+    try:
+        with FakeTensorMode(), no_init_weights(), _quiet():
+            model = AutoModelForCausalLM.from_config(
+                deepcopy(config), dtype=DTYPE, attn_implementation=_implementation(config)
+            )
+            path, layers = layer_stack(model)
+            watch = _Watch(Anatomy(path), layers)
+            watch.install(model)
+            watch.check_end(_run(model))
+    except _Refusal as refusal:
+        raise ValueError(str(refusal)) from None
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a family's own code makes of it
+        text = str(error).partition("\n")[0]
+        message = f"its forward could not be followed ({type(error).__name__}: {text})"
+        raise ValueError(message) from error
     return watch.anatomy
 
 
@@ -86,8 +95,12 @@ def _implementation(config: PreTrainedConfig) -> str:
     if chosen != attention.NAME:
         return chosen
     AttentionInterface.register(NO_ATTENTION, _no_attention)
-    AttentionMaskInterface.register(NO_ATTENTION, lambda *_args, **_kwargs: None)
+    AttentionMaskInterface.register(NO_ATTENTION, _any_mask)
     return NO_ATTENTION
+
+
+def _any_mask(batch_size: int, q_length: int, kv_length: int, *_args, **_kwargs) -> Tensor:
+    return torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool)
 
 
 def _no_attention(_module, query: Tensor, _key, value: Tensor, *_args, **_kwargs):
@@ -115,18 +128,10 @@ def _run(model: PreTrainedModel) -> Tensor:
     inputs = {"input_ids": ids, "use_cache": False, "attention_mask": torch.ones_like(ids)}
     if "position_ids" in inspect.signature(base.forward).parameters:
         inputs["position_ids"] = ids
-    try:
-        return base(**inputs)[0]
-    except _Refusal:
-        raise
-    except Exception as error:  # whatever a family's own code makes of it
-        text = str(error).partition("\n")[0]
-        raise ValueError(
-            f"its forward could not be followed ({type(error).__name__}: {text})"
-        ) from error
+    return base(**inputs)[0]
 
 
-class _Refusal(ValueError):
+class _Refusal(Exception):
     """Passes through a model's own code."""
 
 
@@ -136,21 +141,22 @@ class _Watch:
 
     anatomy: Anatomy
     layers: nn.ModuleList
-    leaves: list[Tensor] = field(default_factory=list)  # of the embedding, then of each layer
+    leaves: list[Tensor] = field(default_factory=list)  # of what is before, then of each layer
+    handed: Tensor | None = None  # by the last layer so far
 
-    def hooks(self, model: PreTrainedModel) -> Iterator[Any]:
+    def install(self, model: PreTrainedModel) -> None:
         inside = {id(module) for module in self.layers.modules()}
         for name, module in model.named_modules():
             if id(module) in inside or not list(module.parameters(recurse=False)):
                 continue
             if isinstance(module, PreTrainedModel):
-                raise ValueError(f"{name or 'the model'} has parameters that are in no module")
+                raise _Refusal(f"{name or 'the model'} has parameters that are in no module")
             self.anatomy.after.append(name)
-            yield module.register_forward_pre_hook(self._outside(name))
-        yield model.get_input_embeddings().register_forward_hook(self._embedded)
+            module.register_forward_pre_hook(self._outside(name))
+            module.register_forward_hook(self._made_outside)
         for index, layer in enumerate(self.layers):
-            yield layer.register_forward_pre_hook(self._entering(index), with_kwargs=True)
-            yield layer.register_forward_hook(self._leaving)
+            layer.register_forward_pre_hook(self._entering(index), with_kwargs=True)
+            layer.register_forward_hook(self._leaving)
 
     @property
     def _done(self) -> int:
@@ -170,19 +176,21 @@ class _Watch:
 
         return hook
 
-    def _embedded(self, _module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
-        return self._leaf(output)
+    def _made_outside(self, _module: nn.Module, _args: tuple, output: Any) -> Any:
+        """What is made before the layers must reach them in the hidden state alone."""
+        before = self._done == 0 and isinstance(output, Tensor) and output.is_floating_point()
+        return self._leaf(output) if before else output
 
     def _leaf(self, like: Tensor) -> Tensor:
         self.leaves.append(torch.empty_like(like, requires_grad=True))
-        return self.leaves[-1]
+        return self.leaves[-1].clone()  # some models scale it in place
 
     def _entering(self, index: int):
         def hook(_layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if index != self._done:
                 raise _Refusal(f"layer {index} is called as number {self._done}")
             hidden = hidden_of(args, kwargs)
-            if index and hidden is not self.leaves[-1]:
+            if index and hidden is not self.handed:
                 raise _Refusal(f"layer {index} takes something else than layer {index - 1} returns")
             for value in _opened([*args, *kwargs.values()]):
                 if isinstance(value, dict | list):
@@ -193,19 +201,20 @@ class _Watch:
         return hook
 
     def _leaving(self, _layer: nn.Module, _args: tuple, output: Any) -> Any:
-        whole = output if isinstance(output, tuple) else (output,)
-        self.anatomy.outputs.append(len(whole) if isinstance(output, tuple) else 0)
+        several = isinstance(output, tuple | list)
+        whole = list(output) if several else [output]
+        self.anatomy.outputs.append(len(whole) if several else 0)
         self.anatomy.width = whole[0].shape[-1]
         self.anatomy.fp32_hidden |= whole[0].dtype == torch.float32
-        replaced = self._leaf(whole[0])
-        return (replaced, *whole[1:]) if isinstance(output, tuple) else replaced
+        self.handed = self._leaf(whole[0])
+        return (self.handed, *whole[1:]) if several else self.handed
 
     def check_end(self, end: Tensor) -> None:
         if self._done != len(self.layers):
-            raise ValueError(f"only {self._done} of its {len(self.layers)} layers are called")
+            raise _Refusal(f"only {self._done} of its {len(self.layers)} layers are called")
         found = torch.autograd.grad(end.sum(), self.leaves, allow_unused=True)
         if found[-1] is None or any(grad is not None for grad in found[:-1]):
-            raise ValueError("what comes out is not made of the last layer's output alone")
+            raise _Refusal("what comes out is not made of the last layer's output alone")
 
 
 def _opened(values: list[Any]) -> Iterator[Any]:

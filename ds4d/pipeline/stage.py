@@ -29,9 +29,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ds4d.config.types import RunConfig
-from ds4d.data.batch import MicroBatch
 from ds4d.mesh import Mesh
-from ds4d.pipeline.partition import split_of
+from ds4d.pipeline.actions import Placement
+from ds4d.pipeline.cache import cache_of, pass_over
+from ds4d.pipeline.costs import model_costs
+from ds4d.pipeline.partition import Split, make_split, split_of
 from ds4d.pipeline.probe import Anatomy, hidden_of, probe
 
 
@@ -79,6 +81,8 @@ class Passage(StandIn):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden, stream = hidden_of(args, kwargs), self._stream
+        if (cache := cache_of(args, kwargs)) is not None:
+            pass_over(cache, self._index, hidden)
         if self._index == stream.start - 1:
             hidden = stream.given
         elif self._index == stream.stop:
@@ -91,9 +95,17 @@ class Absent(StandIn):
     """In the place of a module before or after the layers: passes on what it is given. A table, of
     learned positions, is added to something, and here has nothing to add."""
 
-    def forward(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        is_table = isinstance(self.__dict__["_stands_for"], nn.Embedding)
-        return torch.zeros((), device=x.device) if is_table else x
+    def __init__(self, module: nn.Module, stream: _Stream) -> None:
+        super().__init__(module)
+        self.__dict__["_stream"] = stream
+
+    def forward(self, x: Any, *_args: Any, **_kwargs: Any) -> Any:
+        table = self.__dict__["_stands_for"]
+        if not isinstance(table, nn.Embedding):
+            return x
+        nothing = self._stream.rest.new_zeros(())
+        looks_up = isinstance(x, Tensor) and not x.is_floating_point()
+        return nothing.expand(*x.shape, table.embedding_dim) if looks_up else nothing
 
 
 @dataclass(frozen=True)
@@ -122,7 +134,7 @@ class Stages:
     Attributes:
         chunks: of this rank.
         tied: parameters here that are copies of one on another rank.
-        shared_names: of the one that is not there under the name that comes first: that name.
+        shared_names: of these the name that the whole model has them under.
 
     Args:
         model: with all its layers; other axes have cut these already.
@@ -140,6 +152,7 @@ class Stages:
     ) -> None:
         self.model, self.anatomy = model, anatomy
         self._stream = _Stream()
+        first_names = {param: name for name, param in model.named_parameters()}
         whole = model.get_submodule(anatomy.stack)
         passages = [
             Passage(layer, index, outputs, self._stream)
@@ -155,7 +168,7 @@ class Stages:
             for paths, held in ((anatomy.before, first), (anatomy.after, last)):
                 for path in paths:
                     module = model.get_submodule(path)
-                    found[path] = module if held else Absent(module)
+                    found[path] = module if held else Absent(module, self._stream)
             return found
 
         self.chunks = []
@@ -170,11 +183,10 @@ class Stages:
         )
         self._show(self._all)
         self.tied: list[nn.Parameter] = []
-        self.shared_names: dict[nn.Parameter, str] = {}
-        self._find_tied()
+        self._find_tied(first_names)
         model.ds4d_stages = self
 
-    def _find_tied(self) -> None:
+    def _find_tied(self, first_names: dict[nn.Parameter, str]) -> None:
         here = dict(self.model.named_parameters(remove_duplicate=False))
         for name, source in self.model.all_tied_weights_keys.items():
             if (name in here) == (source in here):
@@ -182,8 +194,8 @@ class Stages:
             param = here.get(name, here.get(source))
             self.tied.append(param)
             if name in here:
-                self.shared_names[param] = source
                 setattr(param, PIPE_REPLICATED, True)  # DeepSpeed's norms count the other one
+        self.shared_names = {param: first_names[param] for param in self.tied}
 
     def _show(self, modules: dict[str, nn.Module]) -> None:
         for path, module in modules.items():
@@ -218,6 +230,15 @@ class Stages:
         """What to give the model in the embedding's place, for its shape: [B, S, *], no memory."""
         return self._nothing(tokens, self.model.get_input_embeddings().embedding_dim)
 
+    def new_hidden(self, tokens: Sequence[int]) -> Tensor:
+        """[B, s, E], to be received into.
+
+        Args:
+            tokens: B, s.
+        """
+        device = next(self.model.parameters()).device
+        return torch.empty((*tokens, self.anatomy.width), dtype=self.hidden_dtype, device=device)
+
     def _nothing(self, tokens: Sequence[int], width: int) -> Tensor:
         device = next(self.model.parameters()).device
         return torch.zeros((), dtype=self.hidden_dtype, device=device).expand(*tokens, width)
@@ -236,8 +257,19 @@ def stage_cutter(
     Raises:
         ValueError: the model can't be cut so.
     """
-    if run.parallel.pp == 1:
+    return None if run.parallel.pp == 1 else _cutter(split_of(run, config), mesh, config)
+
+
+def inference_cutter(
+    mesh: Mesh, config: PreTrainedConfig
+) -> Callable[[PreTrainedModel], Stages] | None:
+    """As ``stage_cutter``, where no file says how: one chunk a rank, of as many weights."""
+    if mesh.parallel.pp == 1:
         return None
-    split = split_of(run, config)
+    costs = model_costs(config, seq_len=1)  # with one token, reading the weights is all that counts
+    return _cutter(make_split(costs, Placement.loop(mesh.parallel.pp, 1)), mesh, config)
+
+
+def _cutter(split: Split, mesh: Mesh, config: PreTrainedConfig):
     mine = tuple(split.placement.of_rank(mesh.coordinate.pp))
     return partial(Stages, anatomy=probe(config), bounds=split.bounds, mine=mine)
