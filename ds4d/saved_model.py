@@ -91,15 +91,17 @@ def check_can_be_cut(path: Path, *, pp: int, tp: int) -> None:
     CheckpointError: see ``find_model``.
     """
     config = _config(find_model(path))
-    reasons = {"--pp": _why_not_staged(config, pp), "--tp": why_not_cut(config, tp)}
-    problems = [Problem(option, reason) for option, reason in reasons.items() if reason]
+    asked = (("--pp", pp, _why_not_staged), ("--tp", tp, why_not_cut))
+    problems = [
+        Problem(option, reason)
+        for option, ranks, why_not in asked
+        if ranks > 1 and (reason := why_not(config, ranks))
+    ]
     if problems:
         raise ConfigError(problems, name=str(path))
 
 
 def _why_not_staged(config: PreTrainedConfig, pp: int) -> str | None:
-    if pp == 1:
-        return None
     layers = config.get_text_config(decoder=True).num_hidden_layers
     if pp > layers:
         return f"{pp} stages for {layers} layers would leave some empty; pp can be {layers} at most"

@@ -70,24 +70,51 @@ def probe(config: PreTrainedConfig) -> Anatomy:
     Raises:
         ValueError: it can't be cut between its layers; says why.
     """
+    with fake_model(config) as model:
+        try:
+            path, layers = layer_stack(model)
+        except ValueError as error:
+            raise Refusal(str(error)) from None
+        watch = _Watch(Anatomy(path), layers)
+        watch.install(model)
+        watch.check_end(run_base(model))
+    return watch.anatomy
+
+
+@contextmanager
+def fake_model(config: PreTrainedConfig) -> Iterator[PreTrainedModel]:
+    """The model on fake tensors, to be tried out within.
+
+    Raises:
+        ValueError: a ``Refusal``, or whatever its own code has made of what was tried.
+    """
     try:
         with FakeTensorMode(), no_init_weights(), _quiet():
-            model = AutoModelForCausalLM.from_config(
+            yield AutoModelForCausalLM.from_config(
                 deepcopy(config), dtype=DTYPE, attn_implementation=_implementation(config)
             )
-            path, layers = layer_stack(model)
-            watch = _Watch(Anatomy(path), layers)
-            watch.install(model)
-            watch.check_end(_run(model))
-    except _Refusal as refusal:
+    except Refusal as refusal:
         raise ValueError(str(refusal)) from None
-    except ValueError:
-        raise
-    except Exception as error:  # whatever a family's own code makes of it
+    except Exception as error:
         text = str(error).partition("\n")[0]
         message = f"its forward could not be followed ({type(error).__name__}: {text})"
         raise ValueError(message) from error
-    return watch.anatomy
+
+
+def run_base(model: PreTrainedModel, embeds: Tensor | None = None) -> Tensor:
+    """The last hidden state of the base model.
+
+    Args:
+        embeds: [*SHAPE, *], given in the place of tokens.
+    """
+    base = model.base_model
+    ids = torch.zeros(SHAPE, dtype=torch.long)
+    # with a mask transformers does not look for documents in the positions
+    inputs = {"use_cache": False, "attention_mask": torch.ones_like(ids)}
+    inputs |= {"input_ids": ids} if embeds is None else {"inputs_embeds": embeds}
+    if "position_ids" in inspect.signature(base.forward).parameters:
+        inputs["position_ids"] = ids
+    return base(**inputs)[0]
 
 
 def _implementation(config: PreTrainedConfig) -> str:
@@ -121,18 +148,8 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _run(model: PreTrainedModel) -> Tensor:
-    base = model.base_model
-    ids = torch.zeros(SHAPE, dtype=torch.long)
-    # with a mask transformers does not look for documents in the positions
-    inputs = {"input_ids": ids, "use_cache": False, "attention_mask": torch.ones_like(ids)}
-    if "position_ids" in inspect.signature(base.forward).parameters:
-        inputs["position_ids"] = ids
-    return base(**inputs)[0]
-
-
-class _Refusal(Exception):
-    """Passes through a model's own code."""
+class Refusal(Exception):
+    """A reason for people."""
 
 
 @dataclass
@@ -150,7 +167,7 @@ class _Watch:
             if id(module) in inside or not list(module.parameters(recurse=False)):
                 continue
             if isinstance(module, PreTrainedModel):
-                raise _Refusal(f"{name or 'the model'} has parameters that are in no module")
+                raise Refusal(f"{name or 'the model'} has parameters that are in no module")
             self.anatomy.after.append(name)
             module.register_forward_pre_hook(self._outside(name))
             module.register_forward_hook(self._made_outside)
@@ -170,9 +187,9 @@ class _Watch:
                 anatomy.after.remove(name)
                 anatomy.before.append(name)
             elif self._done and name in anatomy.before:
-                raise _Refusal(f"{name} is used before the layers and again later")
+                raise Refusal(f"{name} is used before the layers and again later")
             elif 0 < self._done < len(self.layers):
-                raise _Refusal(f"{name} is used between layers")
+                raise Refusal(f"{name} is used between layers")
 
         return hook
 
@@ -188,15 +205,15 @@ class _Watch:
     def _entering(self, index: int):
         def hook(_layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if index != self._done:
-                raise _Refusal(f"layer {index} is called as number {self._done}")
+                raise Refusal(f"layer {index} is called as number {self._done}")
             hidden = hidden_of(args, kwargs)
             if index and hidden is not self.handed:
-                raise _Refusal(f"layer {index} takes something else than layer {index - 1} returns")
+                raise Refusal(f"layer {index} takes something else than layer {index - 1} returns")
             for value in _opened([*args, *kwargs.values()]):
                 if isinstance(value, dict | list):
-                    raise _Refusal(f"its layers share a {type(value).__name__}")
+                    raise Refusal(f"its layers share a {type(value).__name__}")
                 if isinstance(value, Tensor) and value is not hidden and value.requires_grad:
-                    raise _Refusal(f"layer {index} takes more that is learned than a hidden state")
+                    raise Refusal(f"layer {index} takes more that is learned than a hidden state")
 
         return hook
 
@@ -211,10 +228,10 @@ class _Watch:
 
     def check_end(self, end: Tensor) -> None:
         if self._done != len(self.layers):
-            raise _Refusal(f"only {self._done} of its {len(self.layers)} layers are called")
+            raise Refusal(f"only {self._done} of its {len(self.layers)} layers are called")
         found = torch.autograd.grad(end.sum(), self.leaves, allow_unused=True)
         if found[-1] is None or any(grad is not None for grad in found[:-1]):
-            raise _Refusal("what comes out is not made of the last layer's output alone")
+            raise Refusal("what comes out is not made of the last layer's output alone")
 
 
 def _opened(values: list[Any]) -> Iterator[Any]:

@@ -13,11 +13,8 @@ def layer_stack(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         ValueError: the model has no list of ``num_hidden_layers`` modules.
     """
     text = model.config.get_text_config(decoder=True)
-    count = getattr(text, "num_hidden_layers", None)
-    for (
-        path,
-        module,
-    ) in model.named_modules():  # outer lists come before those inside of layers
+    count = getattr(text, "decoder_layers", None) or getattr(text, "num_hidden_layers", None)
+    for path, module in model.named_modules():  # outer lists come before those inside of layers
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return path, module
     raise ValueError(

@@ -82,7 +82,7 @@ class Passage(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden, stream = hidden_of(args, kwargs), self._stream
         if (cache := cache_of(args, kwargs)) is not None:
-            pass_over(cache, self._index, hidden)
+            pass_over(cache, self._index, stream.rest)
         if self._index == stream.start - 1:
             hidden = stream.given
         elif self._index == stream.stop:
@@ -227,8 +227,9 @@ class Stages:
             stream.given = stream.taken = stream.rest = None
 
     def embeds(self, tokens: Sequence[int]) -> Tensor:
-        """What to give the model in the embedding's place, for its shape: [B, S, *], no memory."""
-        return self._nothing(tokens, self.model.get_input_embeddings().embedding_dim)
+        """What to give the model in the embedding's place, for its shape: [B, S, *]. Of its own,
+        for some models scale it in place."""
+        return self._nothing(tokens, self.model.get_input_embeddings().embedding_dim).clone()
 
     def new_hidden(self, tokens: Sequence[int]) -> Tensor:
         """[B, s, E], to be received into.

@@ -225,6 +225,7 @@ def one_is_silent():
         with pytest.raises(RuntimeError, match=r"ranks \[1\] sent nothing in 1 s"):
             over.recv(torch.empty(1), 1).wait()
     dist.barrier()
+    over = channel()
     over.send(torch.ones(3), 1 - dist.get_rank())
     with pytest.raises(RuntimeError, match="sent 12 bytes to rank ., which expected 16"):
         over.recv(torch.empty(4), 1 - dist.get_rank()).wait()
