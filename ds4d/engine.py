@@ -131,6 +131,19 @@ def _partition_for(config: dict[str, Any], mpu: DeepSpeedMpu) -> Partition:
     return partition
 
 
+def _fillers(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What a stage's optimizer has in place of the matrices, or of the vectors, that the stage does
+    not train: zeros, in no checkpoint. Torch's optimizers refuse to have nothing, and DeepSpeed
+    sums norms one group after the other, over all stages, which must have the same groups."""
+    missing = {1, 2} - {min(p.dim(), 2) for p in model.parameters() if p.requires_grad}
+    fillers = {}
+    for dim in missing:
+        zeros = torch.zeros([1] * dim, dtype=model.dtype, device=model.device)
+        fillers[f"filler_{dim}"] = filler = nn.Parameter(zeros)
+        filler.tensor_model_parallel = True  # DeepSpeed fails on a rank that counts nothing
+    return fillers
+
+
 class Engine:
     """One model on one layout. Every method is collective over the world unless it says so."""
 
@@ -142,6 +155,7 @@ class Engine:
         device: torch.device,
         objective: Objective,
         pipeline: Pipeline | None = None,
+        fillers: Iterable[nn.Parameter] = (),
     ) -> None:
         self.module = module
         self.device = device
@@ -151,7 +165,9 @@ class Engine:
         self._group = mesh.group("dp_cp")
         self._group_size = mesh.size("dp_cp")
         self._pipeline = pipeline
-        self._tied = [] if pipeline is None else pipeline.stages.tied
+        self._fillers = list(fillers)
+        tied = [] if pipeline is None else pipeline.stages.tied
+        self._tied = [param for param in tied if param.requires_grad]
 
     @classmethod
     def create(
@@ -175,6 +191,9 @@ class Engine:
         config = to_deepspeed(run, on_cpu=device.type == "cpu")
         mpu = DeepSpeedMpu(mesh)
         model = build(_partition_for(config, mpu) if run.zero_stage == 3 else None)
+        fillers = _fillers(model) if run.parallel.pp > 1 else {}
+        for name, filler in fillers.items():
+            model.register_parameter(name, filler)
         optimizer = build_optimizer(
             model.named_parameters(),
             run.deepspeed["optimizer"],
@@ -194,13 +213,15 @@ class Engine:
             config=config,
             config_class=DeepSpeedConfig(config, mpu),
         )
+        for name in fillers:  # DeepSpeed knows them now
+            delattr(model, name)
         objective = Objective(run.training.label_smoothing, run.training.z_loss)
         pipeline = None
         if run.parallel.pp > 1:
             pipeline = Pipeline(model.ds4d_stages, mesh, run.pipeline, device=device)
             optimizer_state.take_over_accumulation(engine)
             engine.param_names |= pipeline.stages.shared_names
-        return cls(model, engine, mesh, device, objective, pipeline)
+        return cls(model, engine, mesh, device, objective, pipeline, fillers.values())
 
     @property
     def lr(self) -> float:
@@ -263,6 +284,8 @@ class Engine:
         self, micro_batches: Sequence[MicroBatch], whole_scale: Tensor, recorder: Recorder = OFF
     ) -> Tensor:
         engine = self._engine
+        for filler in self._fillers:
+            filler.grad = torch.zeros_like(filler)
         loss_sum = self._pipeline.train(
             [batch.to(self.device) for batch in micro_batches],
             self.objective,

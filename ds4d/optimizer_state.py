@@ -165,6 +165,8 @@ def logical_state(engine: DeepSpeedEngine) -> dict[str, LogicalTensor]:
     for flat in _flats(engine):
         tensors = {"weight": flat.data} | {kind: state[flat.key][kind].view(-1) for kind in kinds}
         for segment in flat.segments:
+            if segment.part.name not in trainable:
+                continue  # in place of a group that a stage does not have (``engine._fillers``)
             for kind, tensor in tensors.items():
                 key = f"{kind}/{segment.part.name}"
                 pieces.setdefault(key, []).extend(_pieces(tensor, segment))
@@ -190,9 +192,10 @@ def _untrained(
 ) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, list[Piece]]]:
     """Frozen parameters, in parts under ZeRO-3, and persistent buffers, whole on every rank."""
     module: nn.Module = engine.module
-    for name, param in module.named_parameters():
+    for param in module.parameters():
         if param.requires_grad:
             continue
+        name = engine.param_names[param]
         part = Part.of(name, param)
         if hasattr(param, "ds_tensor"):
             segment = _zero3_segment(name, param, offset=0)

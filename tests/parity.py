@@ -88,7 +88,10 @@ def make_run(folder, *, tp=1, pp=1, dp=1, sequence_parallel=False, stage=1, opti
     )
 
 
-def make_engine(run):
+def make_engine(run, change=None):
+    """Args:
+    change: called with the model before it is wrapped.
+    """
     from ds4d import attention
     from ds4d.engine import Engine
     from ds4d.mesh import Mesh
@@ -101,7 +104,7 @@ def make_engine(run):
     config = hf_config(run.model)
 
     def build(partition):
-        return build_model(
+        model = build_model(
             run.model,
             config=config,
             dtype=DTYPES[run.precision.param_dtype],
@@ -113,6 +116,9 @@ def make_engine(run):
             tp=mesh.tensor_parallel(),
             cut=stage_cutter(run, mesh, config),
         )
+        if change is not None:
+            change(model)
+        return model
 
     engine = Engine.create(run, mesh, build, device=torch.device("cpu"), total_steps=10)
     return engine, mesh
@@ -173,8 +179,15 @@ def plain(run, dtype=torch.float32):
 
 
 def check(case, ranks, index, run) -> None:
-    reference, before = plain(run)
-    results = [rank[index][0] for rank in ranks]
+    agree(case, run, [rank[index] for rank in ranks], *plain(run))
+
+
+def agree(case, run, ranks, reference, before) -> None:
+    """Args:
+    ranks: what ``train`` gives of the run, on each rank.
+    before: the initial weights.
+    """
+    results = [rank[0] for rank in ranks]
     assert all(r == results[0] for r in results), case
     assert [r.loss for r in results[0]] == pytest.approx(reference.losses, rel=1e-5), case
     norms = [r.grad_norm for r in results[0]]
@@ -184,8 +197,8 @@ def check(case, ranks, index, run) -> None:
     # (before - after) / lr is the clipped gradient, rounded as the weights are
     clip = run.deepspeed["gradient_clipping"]
     scale = min(1.0, clip / reference.grad_norms[0]) if clip else 1.0
-    after = assemble([rank[index][1] for rank in ranks])
-    final = assemble([rank[index][2] for rank in ranks])
+    after = assemble([rank[1] for rank in ranks])
+    final = assemble([rank[2] for rank in ranks])
     for name, gradient in reference.gradients.items():
         moved = (before[name] - after[f"weight/{name}"]) / SGD["params"]["lr"] / scale
         assert moved.shape == gradient.shape, (case, name)
