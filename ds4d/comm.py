@@ -59,11 +59,16 @@ class _Native:
         """x [t, *out.shape] -> out"""
         return _reduce_scatter(out, x.flatten(0, 1), group=self.group, async_op=True)
 
+    # In a batch NCCL uses the group's communicator, which is there; else it would first make one
+    # of the two ranks, and the program would wait for the other one.
+
     def send(self, x: Tensor, peer: int) -> Work:
-        return dist.isend(x, group=self.group, group_dst=peer)
+        operation = dist.P2POp(dist.isend, x, group=self.group, group_peer=peer)
+        return dist.batch_isend_irecv([operation])[0]
 
     def recv(self, out: Tensor, peer: int) -> Work:
-        return dist.irecv(out, group=self.group, group_src=peer)
+        operation = dist.P2POp(dist.irecv, out, group=self.group, group_peer=peer)
+        return dist.batch_isend_irecv([operation])[0]
 
 
 def _transport(x: Tensor, group: dist.ProcessGroup) -> _Native | shared_memory.Channel:
@@ -157,8 +162,10 @@ def broadcast(x: Tensor, source: int, group: dist.ProcessGroup, *, purpose: str)
 
 
 def open_transport(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Before the first ``begin_send`` and ``begin_receive``. Collective: the group."""
-    _transport(torch.empty(0, device=device), group)
+    """Before the first ``begin_send`` and ``begin_receive``, which must not wait for the other rank
+    to make a connection. Collective: the group."""
+    x = torch.zeros(1, device=device)
+    _transport(x, group).all_reduce(x, dist.ReduceOp.SUM).wait()
 
 
 def begin_send(x: Tensor, to: int, group: dist.ProcessGroup, *, purpose: str) -> Work:

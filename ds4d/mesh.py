@@ -18,15 +18,29 @@ from ds4d.config.types import ParallelConfig
 from ds4d.tensor_parallel.state import TensorParallel
 
 
+Lane = tuple[int, int]  # from one stage's place in its pipeline to a neighbour's
+
+
 @dataclass(frozen=True)
 class Mesh:
     """This rank's place and its groups. A group of one rank is a real group, so that code for a
-    size-1 axis is the same code."""
+    size-1 axis is the same code.
+
+    Attributes:
+        groups: by name (``config.layout.GROUP_AXES``). And ``pp_ends``: the first and the last
+            rank of a pipeline, which may share a tied weight; on those between them it is ``pp``,
+            and not used.
+        lanes: for each direction between neighbours in a pipeline, the last rank's being the first,
+            a group of ``pp`` in which neither of the two sends or receives anything else. NCCL
+            runs what a group is given in order: so whatever is posted first on either side of a
+            lane waits for its own counterpart and for nothing else.
+    """
 
     parallel: ParallelConfig
     rank: int
     coordinate: Coordinate
     groups: dict[str, dist.ProcessGroup] = field(repr=False)
+    lanes: dict[Lane, dist.ProcessGroup] = field(repr=False)
 
     @classmethod
     def create(cls, parallel: ParallelConfig, *, timeout_seconds: float = 1800.0) -> "Mesh":
@@ -52,12 +66,15 @@ class Mesh:
         for name in GROUP_AXES:
             members = tuple(map(tuple, group_ranks(name, parallel)))
             if members not in made:
-                made[members], _ = dist.new_subgroups_by_enumeration(
-                    [list(m) for m in members], timeout=timeout
-                )
+                made[members] = _made([list(m) for m in members], timeout)
             groups[name] = made[members]
-        groups |= _pipeline_groups(parallel, groups["pp"], made, timeout)
-        return cls(parallel, rank, coordinate_of(rank, parallel), groups)
+        pipelines = group_ranks("pp", parallel)
+        groups["pp_ends"], lanes = groups["pp"], {}
+        if parallel.pp > 1:
+            lanes = _lanes(pipelines, timeout)
+        if parallel.pp > 2:
+            groups["pp_ends"] = _ends(pipelines, timeout) or groups["pp"]
+        return cls(parallel, rank, coordinate_of(rank, parallel), groups, lanes)
 
     def group(self, name: str) -> dist.ProcessGroup:
         return self.groups[name]
@@ -87,31 +104,32 @@ class Mesh:
         return self.coordinate.dp
 
 
-def _pipeline_groups(
-    parallel: ParallelConfig,
-    pipeline: dist.ProcessGroup,
-    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup],
-    timeout: datetime.timedelta,
-) -> dict[str, dist.ProcessGroup]:
-    """What a pipeline needs besides ``pp``. Collective: the world.
+def _ends(pipelines: list[list[int]], timeout: datetime.timedelta) -> dist.ProcessGroup | None:
+    """Of the first and the last rank of each pipeline. Collective: the world."""
+    return _made([[ranks[0], ranks[-1]] for ranks in pipelines], timeout)
 
-    ``pp_up`` and ``pp_down`` have the ranks of ``pp``. Tensors for a rank of a higher number go
-    through one, for a lower one through the other: so between two ranks a communicator sends in
-    one direction only, and whatever is posted first on either side waits for nothing but its own
-    counterpart. ``pp_ends``: the first and the last rank, which may share a tied weight; on the
-    ranks between them it is ``pp``, and not used.
-    """
-    if parallel.pp == 1:
-        return dict.fromkeys(("pp_up", "pp_down", "pp_ends"), pipeline)
-    lists = group_ranks("pp", parallel)
-    up, down = (
-        dist.new_subgroups_by_enumeration(lists, timeout=timeout)[0] for _ in range(2)
-    )  # fmt: skip
-    ends = pipeline
-    if parallel.pp > 2:
-        pairs = [[ranks[0], ranks[-1]] for ranks in lists]
-        ends = dist.new_subgroups_by_enumeration(pairs, timeout=timeout)[0] or pipeline
-    return {"pp_up": up, "pp_down": down, "pp_ends": ends}
+
+def _lanes(
+    pipelines: list[list[int]], timeout: datetime.timedelta
+) -> dict[Lane, dist.ProcessGroup]:
+    """Of a pipeline's ring. Neighbouring edges of the ring take different groups, so two (three
+    where their number is odd) are enough for each direction. Collective: the world."""
+    places = len(pipelines[0])
+    edges = [(here, (here + 1) % places) for here in range(places if places > 2 else 1)]
+    colours = [index % 2 for index in range(len(edges))]
+    if len(edges) % 2 and len(edges) > 1:
+        colours[-1] = 2
+    lanes: dict[Lane, dist.ProcessGroup] = {}
+    for colour in range(max(colours) + 1):
+        here = [edge for edge, its in zip(edges, colours) if its == colour]
+        lanes |= dict.fromkeys(here, _made(pipelines, timeout))
+        lanes |= dict.fromkeys([edge[::-1] for edge in here], _made(pipelines, timeout))
+    return lanes
+
+
+def _made(members: list[list[int]], timeout: datetime.timedelta) -> dist.ProcessGroup | None:
+    """This rank's of some disjoint groups. Collective: the world."""
+    return dist.new_subgroups_by_enumeration(members, timeout=timeout)[0]
 
 
 class DeepSpeedMpu:

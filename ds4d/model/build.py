@@ -133,7 +133,8 @@ def fill(
         partition: see ``build_model``.
     """
     done: set[Tensor] = set()
-    sources = model.all_tied_weights_keys  # a stage may have the head's weight and no embedding
+    # a stage may have the head's weight and no embedding
+    sources = getattr(model, "all_tied_weights_keys", {})
     for path, module in _children_first(model):
         new_parameters = False
         for name, tensor in _own_tensors(module):

@@ -23,7 +23,7 @@ from ds4d.data.batch import MicroBatch
 from ds4d.loss import Objective, count_targets, model_inputs, padded, sum_loss
 from ds4d.mesh import Mesh
 from ds4d.pipeline.actions import Action, Kind, Schedule
-from ds4d.pipeline.p2p import Mail, Message, messages_to
+from ds4d.pipeline.p2p import Mail, Message, messages_to, open_lanes
 from ds4d.pipeline.recorder import OFF, Recorder
 from ds4d.pipeline.schedules import forward_only, make_schedule, placement_of
 from ds4d.pipeline.stage import Stages
@@ -60,6 +60,7 @@ class Pipeline:
     ) -> None:
         self.stages = stages
         self._mesh, self._device = mesh, device
+        open_lanes(mesh, device)
         schedule, chunks = config.schedule, config.chunks
         self._rank, self._ranks = mesh.coordinate.pp, mesh.parallel.pp
         self._placement = placement_of(schedule, self._ranks, chunks)
@@ -146,14 +147,10 @@ class _Run:
         self._places = schedule.placement.places
         self._actions = schedule.actions[pipeline._rank]
         self._batches = [padded(batch, pipeline._tp) for batch in batches]
-        mesh = pipeline._mesh
         self._mail = Mail(
-            pipeline._rank,
+            pipeline._mesh,
             incoming,
-            up=mesh.group("pp_up"),
-            down=mesh.group("pp_down"),
-            device=pipeline._device,
-            new_tensor=lambda message: pipeline.new_hidden(self._batches[message.micro_batch]),
+            lambda message: pipeline.new_hidden(self._batches[message.micro_batch]),
         )
         self._here: dict[Message, Tensor] = {}  # between two chunks of this rank
         self._held: dict[tuple[int, int], _Held] = {}

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from ds4d.comm import begin_receive, begin_send, broadcast, open_transport
+from ds4d.comm import broadcast
 from ds4d.mesh import Mesh
+from ds4d.pipeline.p2p import begin_receive_from, begin_send_to, open_lanes
 from ds4d.pipeline.stage import Stages
 
 PURPOSE = "generation"
@@ -42,9 +43,9 @@ def join_stages(stages: Stages, mesh: Mesh) -> None:
     """
     model, (chunk,) = stages.model, stages.chunks
     rank, last = mesh.coordinate.pp, mesh.parallel.pp - 1
-    up, all_stages = mesh.group("pp_up"), mesh.group("pp")
+    all_stages = mesh.group("pp")
     vocabulary = model.get_output_embeddings().out_features
-    open_transport(up, model.device)
+    open_lanes(mesh, model.device)
     forward = model.forward
 
     @wraps(forward)  # generate looks at what it takes
@@ -53,12 +54,13 @@ def join_stages(stages: Stages, mesh: Mesh) -> None:
         if chunk.first:
             inputs["input_ids"] = input_ids
         else:
-            hidden = begin_receive(stages.new_hidden(input_ids.shape), rank - 1, up).wait()
+            hidden = stages.new_hidden(input_ids.shape)
+            begin_receive_from(rank - 1, hidden, mesh).wait()
             inputs["inputs_embeds"] = stages.embeds(input_ids.shape)
         with stages.running(chunk, input_ids.shape, hidden) as stream:
             output = forward(**inputs)
             if not chunk.last:
-                begin_send(stream.taken.contiguous(), rank + 1, up, purpose=PURPOSE).wait()
+                begin_send_to(rank + 1, stream.taken.contiguous(), mesh, purpose=PURPOSE).wait()
         if chunk.last:
             logits = output.logits[:, -1:].float().contiguous()
         else:

@@ -4,9 +4,8 @@ Who sends what to whom, and in which order, follows from the schedule alone, so 
 upon on the way: a receiver posts its receives in the sender's order, one ahead of what it waits
 for, and a sender never waits. Shapes follow from the micro-batches, which every stage has.
 
-Between two ranks each direction has a communicator of its own (``mesh.py``): no order of posting
-can make two ranks wait for each other, and torch's batches, which are there to prevent that,
-would only make one transfer wait for another.
+Each direction between two ranks is a lane with a communicator of its own (``mesh.py``), so no order
+of posting can make two ranks wait for each other, and no transfer waits for another one.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import NamedTuple
 
 import torch
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ds4d.comm import Pending, begin_receive, begin_send, open_transport
+from ds4d.comm import Pending, Work, begin_receive, begin_send, open_transport
+from ds4d.mesh import Mesh
 from ds4d.pipeline.actions import Kind, Schedule
 
 PURPOSE = "pipeline"
@@ -57,36 +56,42 @@ def messages_to(rank: int, schedule: Schedule) -> dict[int, tuple[Message, ...]]
 _TRAVELS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1}
 
 
+def open_lanes(mesh: Mesh, device: torch.device) -> None:
+    """Once, before the first transfer. Collective: pp."""
+    for lane in dict.fromkeys(mesh.lanes.values()):
+        open_transport(lane, device)
+
+
+def begin_send_to(to: int, x: Tensor, mesh: Mesh, *, purpose: str = PURPOSE) -> Work:
+    """To a neighbour, by its place in this rank's pipeline; ``x`` is contiguous."""
+    return begin_send(x, to, mesh.lanes[mesh.coordinate.pp, to], purpose=purpose)
+
+
+def begin_receive_from(sender: int, out: Tensor, mesh: Mesh) -> Pending:
+    """What a neighbour, by its place in this rank's pipeline, sends next."""
+    return begin_receive(out, sender, mesh.lanes[sender, mesh.coordinate.pp])
+
+
 class Mail:
     """The transfers of one run of a schedule.
 
     Args:
-        rank: of ``up`` and ``down``, the groups for tensors that go to a higher and to a lower
-            rank.
-        incoming: ``messages_to(rank, schedule)``.
+        incoming: ``messages_to`` this rank's place in the pipeline.
         new_tensor: makes what a message is received into.
-
-    Making one is collective the first time: ``up`` and ``down``.
     """
 
     def __init__(
         self,
-        rank: int,
+        mesh: Mesh,
         incoming: dict[int, tuple[Message, ...]],
-        *,
-        up: dist.ProcessGroup,
-        down: dist.ProcessGroup,
-        device: torch.device,
         new_tensor: Callable[[Message], Tensor],
     ) -> None:
-        for group in (up, down):
-            open_transport(group, device)
-        self._rank, self._up, self._down = rank, up, down
+        self._mesh = mesh
         self._new_tensor = new_tensor
         self._expected = {sender: deque(messages) for sender, messages in incoming.items()}
         self._posted: dict[int, tuple[Message, Pending]] = {}
         self._arrived: dict[Message, Tensor] = {}
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sent: deque[tuple[Work, Tensor]] = deque()
         self._sender = {m: sender for sender, messages in incoming.items() for m in messages}
         for sender in self._expected:
             self._post(sender)
@@ -94,8 +99,7 @@ class Mail:
     def _post(self, sender: int) -> None:
         if self._expected[sender]:
             message = self._expected[sender].popleft()
-            group = self._up if sender < self._rank else self._down
-            pending = begin_receive(self._new_tensor(message), sender, group)
+            pending = begin_receive_from(sender, self._new_tensor(message), self._mesh)
             self._posted[sender] = (message, pending)
 
     def receive(self, message: Message) -> Tensor:
@@ -110,8 +114,7 @@ class Mail:
     def send(self, x: Tensor, to: int) -> None:
         """Does not wait. ``x`` is let go as soon as it has been sent."""
         x = x.contiguous()
-        group = self._up if to > self._rank else self._down
-        self._sent.append((begin_send(x, to, group, purpose=PURPOSE), x))
+        self._sent.append((begin_send_to(to, x, self._mesh), x))
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
 
@@ -120,5 +123,3 @@ class Mail:
         while self._sent:
             work, _ = self._sent.popleft()
             work.wait()
-
-

@@ -3,9 +3,12 @@ have very different numbers of valid targets."""
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
+from ds4d import shared_memory
 from tests.harness import run_distributed
 from tests.parity import ADAMW, SGD, batches, compare, folder_of, make_run, plain, train
 from tests.reference import assemble, relative
@@ -79,6 +82,21 @@ def test_with_data_parallelism():
         for stage in (0, 1)
     ]
     compare(cases, 4, layers=4)
+
+
+def train_by_gloo(runs, batches):
+    """As between hosts, where ranks share no memory."""
+    with mock.patch.object(shared_memory, "channel_of", lambda group: None):
+        return train(runs, batches)
+
+
+def test_without_shared_memory():
+    cases = [
+        (name, with_schedule(schedule, pp=2, tp=2, sequence_parallel=True))
+        for name in ("llama tied", "gpt2")
+        for schedule in ("1f1b", "interleaved", "dualpipev")
+    ]
+    compare(cases, 4, layers=4, body=train_by_gloo)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama tied"])
