@@ -349,18 +349,24 @@ def find_nonfinite(engine: Engine, micro_batches: Sequence[MicroBatch]) -> str |
     Collective over the world. Gradients are left behind: the caller ends the run.
 
     Returns:
-        one line with rank, pass, module and tensor, of the lowest rank that found one.
+        one line with rank, pass, module and tensor.
     """
-    found: list[str] = []
+    pipeline = engine._pipeline
+    stages = {} if pipeline is None else pipeline.stage_of_modules()
     names = {module: name or "the model" for name, module in engine.module.named_modules()}
+    # this rank's first of either pass, with what orders them over all ranks: what is bad spreads
+    # from forward to backward passes, and from stage to stage
+    found: dict[bool, tuple[bool, int, int, str]] = {}
 
-    def watch(what: str):
-        def hook(module: nn.Module, _inputs: Any, outputs: Any) -> None:
-            tensors = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-            for tensor in tensors:
-                if isinstance(tensor, Tensor) and tensor.is_floating_point() and not found:
-                    if not torch.isfinite(tensor).all():
-                        found.append(f"{what} of {names[module]}")
+    def watch(what: str, *, backward: bool = False):
+        def hook(module: nn.Module, inputs: Any, outputs: Any) -> None:  # or gradients of these
+            made = inputs if backward else outputs
+            for tensor in made if isinstance(made, (tuple, list)) else [made]:
+                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                    if backward not in found and not torch.isfinite(tensor).all():
+                        stage = stages.get(module, 0)
+                        place = (backward, -stage if backward else stage, dist.get_rank())
+                        found[backward] = (*place, f"{what} of {names[module]}")
 
         return hook
 
@@ -370,18 +376,18 @@ def find_nonfinite(engine: Engine, micro_batches: Sequence[MicroBatch]) -> str |
         if not list(module.children()) and not isinstance(module, StandIn)
     ]  # fmt: skip
     handles = [module.register_forward_hook(watch("the output")) for module in leaves]
-    handles += [
-        module.register_full_backward_hook(watch("the gradient at the input")) for module in leaves
-    ]
+    watch_gradient = watch("the gradient at the input", backward=True)
+    handles += [module.register_full_backward_hook(watch_gradient) for module in leaves]
     # a mean, as in training: fp16 would overflow elsewhere with the sum
     tokens = sum(count_targets(batch.targets) for batch in micro_batches).to(engine.device)
     scale = 1 / tokens.clamp(min=1)
-    if engine._pipeline is None:
+    if pipeline is None:
         engine._pass_after_pass(micro_batches, scale, scale)
     else:
         engine._by_schedule(micro_batches, scale)
     for handle in handles:
         handle.remove()
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found[0] if found else None)
-    return next((f"rank {r}: {what}" for r, what in enumerate(everyone) if what), None)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, min(found.values(), default=None))
+    *_, rank, what = min(filter(None, everyone), default=(None, None))
+    return what and f"rank {rank}: {what}"

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ds4d.config.types import PipelineConfig
@@ -120,6 +120,15 @@ class Pipeline:
         # several at once, so that all stages are busy
         while group := [batch.to(self._device) for batch in islice(batches, 4 * self._ranks)]:
             yield from _Run(self, *self._plan(len(group), False), group).evaluate()
+
+    def stage_of_modules(self) -> dict[nn.Module, int]:
+        """The virtual stage of each module that is part of one."""
+        return {
+            module: stage
+            for stage, chunk in zip(self._mine, self.stages.chunks, strict=True)
+            for part in chunk.modules.values()
+            for module in part.modules()
+        }
 
     # -- what a run asks for ----------------------------------------------------------------
 

@@ -199,3 +199,52 @@ def test_parts_that_are_not_trained_in_bf16(tp, schedules):
         assert weights.keys() == expected.keys(), case
         for name, weight in expected.items():
             assert relative(weights[name], weight) < 1e-6, (case, name)
+
+
+def test_label_smoothing_and_z_loss():
+    training = TrainingConfig(label_smoothing=0.1, z_loss=1e-2)
+    cases = [
+        ("llama tied", with_schedule(name, stage=stage, training=training), FOUR, nothing)
+        for name in SCHEDULES
+        for stage in (0, 1)
+    ]
+    compare(cases, 2)
+
+
+def tied_copies(runs, steps):
+    """Of each run, this rank's copy of the tied weight after every step; None: it has none."""
+    out = []
+    for run in runs:
+        engine, mesh = make_engine(run)
+        model, pp = engine.module, mesh.coordinate.pp
+        copies = []
+        for micro_batches in steps:
+            engine.train_step(micro_batches[mesh.coordinate.dp :: run.parallel.dp])
+            ends = {0: model.get_input_embeddings, run.parallel.pp - 1: model.get_output_embeddings}
+            copies.append(ends[pp]().weight.detach().clone() if pp in ends else None)
+        out.append(copies)
+    return out
+
+
+def test_the_copies_of_a_tied_weight_stay_equal_to_the_bit():
+    """A07, for 20 steps."""
+    steps = steps_of(*[[(1, 23)] * 2] * 20)
+    layouts = [
+        dict(pp=4),
+        dict(pp=2, dp=2),
+        dict(pp=2, tp=2),
+        dict(pp=2, tp=2, sequence_parallel=True, schedule="zb-h1"),
+    ]
+    folder, options = folder_of("llama tied", 4), dict(optimizer=ADAMW, rows=2)
+    runs = [
+        make_run(folder, precision=precision, stage=stage, **options, **layout)
+        for layout in layouts
+        for precision, stage in [("fp32", 0), ("fp32", 1), ("bf16", 1)]
+    ]
+    ranks = run_distributed(tied_copies, 4, timeout=300, runs=runs, steps=steps)
+    for index, run in enumerate(runs):
+        places = 4 // run.parallel.pp  # of each stage
+        first, last = ranks[:places], ranks[-places:]
+        for one, other in zip(first, last, strict=True):
+            assert all(map(torch.equal, one[index], other[index])), run.parallel
+            assert not torch.equal(one[index][0], one[index][-1])
