@@ -89,6 +89,8 @@ def make_split(
         ValueError: as ``split_of``.
     """
     even = cut(costs.layers, placement.stages, first=costs.first, last=costs.last)
+    if placement.chunks > 1:
+        even = even_ranks(even, costs.layers, placement, first=costs.first, last=costs.last)
     bounds = even if asked is None else _as_asked(asked, even, costs.path)
     whole = [sum(costs.layers[start:stop]) for start, stop in bounds]
     whole[0] += costs.first
@@ -103,8 +105,6 @@ def cut(costs: Sequence[float], parts: int, *, first: float = 0.0, last: float =
     """Cut consecutive layers into pieces whose largest cost is as small as can be; of all such
     cuts the most even one (least sum of squares), and of those the one whose pieces are shorter in
     front, where a pipeline holds the most activations.
-
-    Each rank's chunks are not weighed together: equal chunks make equal ranks.
 
     Args:
         costs: of each layer, not negative.
@@ -131,6 +131,47 @@ def cut(costs: Sequence[float], parts: int, *, first: float = 0.0, last: float =
     candidates = sorted({cost(*piece) for piece in combinations(range(count + 1), 2)})
     enough = bisect_left(candidates, True, key=lambda limit: _fits(cost, count, parts, limit))
     return _evenest(cost, count, parts, candidates[enough])
+
+
+def even_ranks(
+    bounds: Bounds,
+    costs: Sequence[float],
+    placement: Placement,
+    *,
+    first: float = 0.0,
+    last: float = 0.0,
+) -> Bounds:
+    """A cut with less for the busiest rank, whose chunks together set the pace. Edges are moved by a
+    layer as long as that helps: the busiest rank first, then the largest piece, then evenness.
+
+    Args:
+        bounds, costs, first, last: as of ``cut``.
+    """
+    *layers, first, last = _whole_numbers([*costs, first, last])
+    upto = list(accumulate(layers, initial=0))
+    ranks = [place.rank for place in placement.places]
+
+    def burden(edges: list[int]) -> tuple[int, int, int]:
+        pieces = [upto[stop] - upto[start] for start, stop in pairwise(edges)]
+        pieces[0] += first
+        pieces[-1] += last
+        loads = [0] * placement.ranks
+        for rank, piece in zip(ranks, pieces, strict=True):
+            loads[rank] += piece
+        return max(loads), max(pieces), sum(piece**2 for piece in pieces)
+
+    edges = [start for start, _ in bounds] + [len(costs)]
+    while True:
+        moved = [
+            [*edges[:i], edges[i] + step, *edges[i + 1 :]]
+            for i in range(1, len(edges) - 1)
+            for step in (-1, 1)
+            if edges[i - 1] < edges[i] + step < edges[i + 1]
+        ]
+        better = min(moved, key=burden, default=edges)
+        if burden(better) >= burden(edges):
+            return tuple(pairwise(edges))
+        edges = better
 
 
 Cost = Callable[[int, int], int]

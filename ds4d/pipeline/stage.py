@@ -24,7 +24,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.runtime.constants import PIPE_REPLICATED
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -35,6 +34,11 @@ from ds4d.pipeline.cache import cache_of, pass_over
 from ds4d.pipeline.costs import model_costs
 from ds4d.pipeline.partition import Split, make_split, split_of
 from ds4d.pipeline.probe import Anatomy, hidden_of, probe
+
+
+# DeepSpeed's mark of a parameter that its norms leave out (deepspeed/runtime/constants.py); its
+# import alone takes seconds, and ``check`` uses this file
+PIPE_REPLICATED = "ds_pipe_replicated"
 
 
 @dataclass

@@ -25,7 +25,7 @@ from ds4d.pipeline.costs import (
     ModelCosts,
     model_costs,
 )
-from ds4d.pipeline.partition import cut, make_split, split_of
+from ds4d.pipeline.partition import cut, even_ranks, make_split, split_of
 from ds4d.pipeline.stack import layer_stack
 from tests.unit.config_files import changed
 from tests.unit.model_families import FAMILIES, fields
@@ -53,6 +53,35 @@ def best_by_trying(costs, parts, first, last):
         pieces[-1] += last
         tried.append((max(pieces), sum(piece**2 for piece in pieces), ends))
     return min(tried)
+
+
+def loads(bounds, costs, placement, first, last):
+    pieces = [sum(costs[start:stop]) for start, stop in bounds]
+    pieces[0] += first
+    pieces[-1] += last
+    of_rank = [0.0] * placement.ranks
+    for place, piece in zip(placement.places, pieces, strict=True):
+        of_rank[place.rank] += piece
+    return max(of_rank)
+
+
+def test_the_chunks_of_a_rank_are_weighed_together():
+    draw = random.Random(0)
+    best = 0
+    for _ in range(200):
+        placement = draw.choice([Placement.loop(2, 2), Placement.vee(2), Placement.loop(2, 3)])
+        costs = [draw.choice([1, 2]) for _ in range(draw.randint(placement.stages, 9))]
+        ends = dict(first=draw.choice([0, 0.5]), last=draw.choice([0, 2]))
+        even = cut(costs, placement.stages, **ends)
+        found = even_ranks(even, costs, placement, **ends)
+        assert sum(counts(found)) == len(costs) and min(counts(found)) > 0
+        assert [stop for _, stop in found[:-1]] == [start for start, _ in found[1:]]
+        before, after = (loads(b, costs, placement, *ends.values()) for b in (even, found))
+        assert after <= before
+        every = combinations(range(1, len(costs)), placement.stages - 1)
+        tried = [tuple(pairwise([0, *inner, len(costs)])) for inner in every]
+        best += after == min(loads(b, costs, placement, *ends.values()) for b in tried)
+    assert best >= 180  # edges moved one at a time mostly find what is best
 
 
 def test_no_cut_is_better():
