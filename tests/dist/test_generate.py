@@ -17,7 +17,6 @@ from ds4d.evaluate import evaluate
 from ds4d.generate import generate
 from ds4d.mesh import Mesh
 from ds4d.saved_model import load_model
-from ds4d.tensor_parallel.state import TensorParallel
 from tests.dist.test_launch import ROOT, environment
 from tests.harness import run_distributed
 from tests.unit.test_generate import (
@@ -36,8 +35,7 @@ def generate_with_tp(**kwargs) -> list[str]:
 
 
 def dtype_with_tp(path: Path) -> torch.dtype:
-    tp = TensorParallel(Mesh.create(ParallelConfig(tp=2)).group("tp"))
-    model, _ = load_model(path, device="cpu", tp=tp)
+    model, _ = load_model(path, device="cpu", mesh=Mesh.create(ParallelConfig(tp=2)))
     assert {p.dtype for p in model.parameters()} == {model.dtype}
     return model.dtype
 

@@ -11,6 +11,12 @@ from tests.unit.test_cli import call as command
 from tests.unit.test_cli import refused
 
 
+LLAMA = dict(
+    model_type="llama", hidden_size=32, num_hidden_layers=2, num_attention_heads=8, vocab_size=96
+)
+XLNET = dict(model_type="xlnet", d_model=32, n_layer=2, n_head=2, d_inner=32, vocab_size=96)
+
+
 @pytest.fixture
 def jobs(monkeypatch):
     """Jobs that would be run; each fails with code 1."""
@@ -31,15 +37,15 @@ def gpus(monkeypatch):
 def model(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
-    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=8, vocab_size=96)
-    AutoConfig.for_model("llama", **sizes).save_pretrained(folder)
+    AutoConfig.for_model(**LLAMA).save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("argv", [("generate", "model", "text"), ("eval", "model")])
+@pytest.mark.parametrize("axis", ["--tp", "--pp"])
 @pytest.mark.parametrize("count", ["0", "-1", "two", "1.5"])
-def test_a_wrong_number_of_ranks(capsys, argv, count):
-    assert "--tp" in refused(capsys, *argv, f"--tp={count}")
+def test_a_wrong_number_of_ranks(capsys, argv, axis, count):
+    assert axis in refused(capsys, *argv, f"{axis}={count}")
 
 
 @pytest.mark.parametrize("argv", [("generate", "text"), ("eval",)])
@@ -81,9 +87,27 @@ def test_each_rank_takes_its_device(gpus, model, jobs, visible, options, devices
     assert ("DS_ACCELERATOR", "cpu") in job.environment().items() or devices
 
 
-def test_a_model_that_cannot_be_cut_is_refused_before_any_rank_starts(capsys, gpus, model, jobs):
+@pytest.mark.parametrize(
+    "config, options, messages",
+    [
+        (LLAMA, ["--tp=3"], ["--tp: 3: this llama has 8 heads", "tp can be 1, 2, 4, 8"]),
+        (LLAMA, ["--pp=4"], ["--pp: 4 stages for 2 layers would leave some empty; pp can be 2 at"]),
+        (LLAMA, ["--pp=3", "--tp=3"], ["--pp: 3 stages", "--tp: 3: this llama"]),
+        (XLNET, ["--pp=2"], ["--pp: model_type xlnet can't be cut into stages"]),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_before_any_rank_starts(
+    capsys, gpus, tmp_path, jobs, config, options, messages
+):
     gpus()
-    assert cli.main(["generate", str(model), "text", "--tp=3"]) == 2
-    message = capsys.readouterr().err
-    assert "--tp: 3: this llama has 8 heads" in message and "tp can be 1, 2, 4, 8" in message
-    assert not jobs
+    AutoConfig.for_model(**config).save_pretrained(tmp_path)
+    code, out, err = command(capsys, "generate", tmp_path, "text", *options)
+    assert (code, out, jobs) == (2, "", [])
+    assert all(message in err for message in messages)
+
+
+def test_stages_of_ranks(gpus, model, jobs):
+    gpus()
+    with pytest.raises(SystemExit):
+        cli.main(["eval", str(model), "--pp=2", "--tp=4"])
+    assert jobs[0].num_ranks == 8
