@@ -9,7 +9,7 @@ behind; ``Deferred.compute`` makes up for it. All other gradients come at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,17 +22,17 @@ from transformers.pytorch_utils import Conv1D
 
 @dataclass
 class Deferred:
-    """Of one backward pass: weights, and how to compute their gradients. It keeps the inputs and
-    the gradients of the outputs of these products."""
+    """Of one backward pass: weights, and of their products the gradients of the outputs and the
+    inputs, as in ``weight_gradient``."""
 
-    products: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
+    products: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def compute(self) -> None:
         """Accumulate the gradients, once; what was kept is let go as it is used."""
         self.products.reverse()
         while self.products:
-            weight, product = self.products.pop()
-            torch.autograd.backward(weight, product())
+            weight, grad, x = self.products.pop()
+            torch.autograd.backward(weight, grad.T @ x)
 
 
 _deferred: Deferred | None = None  # of the backward pass that runs; on GPUs that is another thread
@@ -49,11 +49,17 @@ def deferring() -> Iterator[Deferred]:
         _deferred = None
 
 
-def weight_gradient(weight: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
-    """For a backward pass to return: the gradient, or nothing when it is computed later."""
+def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+    """For a backward pass to return: the gradient, or nothing when it is computed later.
+
+    Args:
+        grad: of the output, [N, O].
+        x: the input, [N, I].
+    """
     if _deferred is None:
-        return product()
-    _deferred.products.append((weight, product))
+        return grad.T @ x
+    # without its past, which is the whole way back to the input of the chunk
+    _deferred.products.append((weight, grad, x.detach()))
     return None
 
 
@@ -71,8 +77,7 @@ class _Linear(torch.autograd.Function):
         grad_x = grad @ weight if needs_x else None
         grad_weight = None
         if needs_weight:
-            inputs = x.reshape(-1, x.shape[-1])  # [N, I]
-            grad_weight = weight_gradient(weight, lambda: rows.T @ inputs)
+            grad_weight = weight_gradient(weight, rows, x.reshape(-1, x.shape[-1]))
         return grad_x, grad_weight, rows.sum(0) if needs_bias else None
 
 

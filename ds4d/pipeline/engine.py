@@ -172,7 +172,7 @@ class _Run:
                 if action.kind is Kind.FORWARD:
                     loss = self._forward(action, objective, scale)
                     if loss is not None:
-                        total += loss.detach()
+                        total += loss
                 elif action.kind is Kind.WEIGHT:
                     self._deferred.pop(action[1:]).compute()
                     accumulated()
@@ -196,7 +196,7 @@ class _Run:
     def _forward(
         self, action: Action, objective: Objective, scale: Tensor | float
     ) -> Tensor | None:
-        """Returns: the loss, of the last chunk."""
+        """Returns: the loss, of the last chunk; without the way back, which holds its input."""
         chunk, batch = self._stages.chunks[action.chunk], self._batches[action.micro_batch]
         stage = self._pipeline._mine[action.chunk]
         model, hidden, embeds = self._stages.model, None, None
@@ -217,7 +217,7 @@ class _Run:
             edge = get_gradient_edge(end) if end.requires_grad else None
             self._held[action[1:]] = _Held(hidden, edge)
         if chunk.last:
-            return output
+            return output.detach()
         self._give(Message(stage + 1, action.micro_batch, gradient=False), output.detach())
         return None
 

@@ -46,8 +46,7 @@ class _ColumnProduct(torch.autograd.Function):
         grad_weight = grad_bias = None
         if needs_weight:
             x = entry.gathered() if entry.keeps_shard else x
-            inputs = x.reshape(-1, x.shape[-1])
-            grad_weight = weight_gradient(weight, lambda: grad.T @ inputs)
+            grad_weight = weight_gradient(weight, grad, x.reshape(-1, x.shape[-1]))
         if needs_bias:
             grad_bias = grad.sum(0)
         return None, grad_weight, grad_bias, None, None

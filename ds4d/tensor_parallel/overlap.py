@@ -62,9 +62,7 @@ class _RowProduct(torch.autograd.Function):
         for stretch, part in zip(stretches, pending):
             whole[:, :, stretch] = part.wait().unflatten(1, (by_rank.shape[1], -1))
             grad_x[:, :, stretch] = whole[:, :, stretch] @ weight
-        grad_weight = weight_gradient(
-            weight, lambda: whole.flatten(0, 2).T @ x.flatten(0, 1)
-        )
+        grad_weight = weight_gradient(weight, whole.flatten(0, 2), x.flatten(0, 1))
         return grad_x.view_as(x), grad_weight, None, None
 
 

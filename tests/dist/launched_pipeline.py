@@ -1,4 +1,4 @@
-"""A rank for ``test_pp_failure.py``: one step of a pipeline in which a layer raises, in the frame of
+"""A rank for ``test_pp_failure.py``: a step of a pipeline in which a layer raises, in the frame of
 run_rank. Arguments: the run folder, the model's folder, ranks, layer, micro-batch, pass."""
 
 from __future__ import annotations
