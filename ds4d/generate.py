@@ -64,6 +64,7 @@ def generate(
         do_sample=temperature > 0,
         eos_token_id=model.generation_config.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        disable_compile=mesh is not None,  # ranks send in a call
         **drawn,
     )
     torch.manual_seed(seed)

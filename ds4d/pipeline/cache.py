@@ -1,9 +1,8 @@
 """What a layer of another rank leaves in this rank's KV cache: how far the text is, and no more.
 
 Hugging Face's forward reads that off the cache: positions off its first layer, sizes of masks off
-the first layer of each kind, whether there is a state yet off the last one that has states. Any of
-these may be on another stage, so each passage (``stage.py``) keeps an entry of its own in step, of
-one head with one feature.
+the first layer of each kind. These may be on another stage, so each passage (``stage.py``) keeps
+an entry of its own in step, of one head with one feature.
 
 Letters: B sequences, S new tokens, E hidden size.
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 def cache_of(args: tuple, kwargs: dict[str, Any]) -> Cache | None:
@@ -28,10 +27,7 @@ def pass_over(cache: Cache, index: int, hidden: Tensor) -> None:
     Args:
         hidden: [B, S, E], of the new tokens; only its shape counts.
     """
-    entry = cache.layers[index] if index < len(cache.layers) else None  # some are made when needed
-    if isinstance(entry, LinearAttentionCacheLayerMixin):
-        for state in range(entry.number_of_states):
-            cache.update_conv_state(hidden[:, :1, :1], index, state)
-    if entry is None or isinstance(entry, CacheLayerMixin):
-        tokens = hidden[:, None, :, :1]  # [B, 1, S, 1]
+    entries = cache.layers[index : index + 1]  # none yet where they are made when needed
+    if all(isinstance(entry, CacheLayerMixin) for entry in entries):  # others have no length
+        tokens = hidden[:, None, :, :1]  # [B, S, E] -> [B, 1, S, 1]
         cache.update(tokens, tokens, index)

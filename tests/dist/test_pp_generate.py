@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds4d import cli
 from ds4d.config.types import ParallelConfig
@@ -19,6 +20,7 @@ from ds4d.pipeline.generate import join_stages
 from ds4d.saved_model import _CheckpointTensors, load_model
 from tests.dist.test_generate import PROMPTS, run_ds4d
 from tests.harness import run_distributed
+from tests.unit.model_families import FAMILIES
 from tests.unit.test_generate import (
     byte_tokenizer,
     make,
@@ -26,6 +28,7 @@ from tests.unit.test_generate import (
     save_checkpoint,
     save_folder,
 )
+
 
 def with_layers(family: str, count: int) -> dict[str, int]:
     return {"n_layer" if family in ("gpt2", "bloom") else "num_hidden_layers": count}
@@ -95,6 +98,23 @@ def test_stages_say_what_one_process_says(tmp_path, family, layers, layout, toke
     texts = by_ranks(generate_in, **layout)(path=tmp_path, prompts=PROMPTS, max_new_tokens=tokens)
     assert texts == [one_by_one(tmp_path, PROMPTS, max_new_tokens=tokens)] * len(texts)
     assert len(set(texts[0])) == len(PROMPTS)
+
+
+def test_layers_that_keep_no_keys(tmp_path):
+    """lfm2's first layers are convolutions, and have a state instead."""
+    config = AutoConfig.for_model(
+        "lfm2",
+        **FAMILIES["llama"]
+        | {"vocab_size": 99, "max_position_embeddings": 256, "eos_token_id": None}
+        | {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
+    )
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    settings = dict(path=tmp_path, prompts=PROMPTS, max_new_tokens=60)
+    texts = by_ranks(generate_in, pp=4)(**settings)
+    assert texts == [generate(**settings)] * 4
+    assert texts[0][1:2] == one_by_one(tmp_path, PROMPTS[1:2], max_new_tokens=60)
 
 
 def test_texts_end_where_they_end(tmp_path):

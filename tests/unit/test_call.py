@@ -10,7 +10,6 @@ from ds4d.launch import call
 from tests.unit.test_cli import call as command
 from tests.unit.test_cli import refused
 
-
 LLAMA = dict(
     model_type="llama", hidden_size=32, num_hidden_layers=2, num_attention_heads=8, vocab_size=96
 )
