@@ -43,16 +43,18 @@ def _scratch() -> tempfile.TemporaryDirectory:
 
 
 @lru_cache(maxsize=None)
-def folder_of(name: str, layers: int | None = None) -> Path:
+def folder_of(name: str, layers: int | None = None, **changes) -> Path:
     """A random model of a family; large enough weights for every gradient to be one."""
     torch.manual_seed(0)
     config = FAMILIES[name] if layers is None else with_layers(FAMILIES[name], layers)
+    config = config | changes
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     with torch.no_grad():
         for parameter in model.parameters():
             center = 0.5 if parameter.dim() == 1 else 0.0
             torch.nn.init.normal_(parameter, center, 0.15)
-    folder = Path(_scratch().name) / f"{name.replace(' ', '-')}-{layers}"
+    words = map(str, (*name.split(), layers, *changes.values()))
+    folder = Path(_scratch().name) / "-".join(words)
     model.save_pretrained(folder)
     return folder
 

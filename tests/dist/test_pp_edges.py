@@ -248,3 +248,46 @@ def test_the_copies_of_a_tied_weight_stay_equal_to_the_bit():
         for one, other in zip(first, last, strict=True):
             assert all(map(torch.equal, one[index], other[index])), run.parallel
             assert not torch.equal(one[index][0], one[index][-1])
+
+
+def evaluate_between(runs, steps, held_out):
+    """Of each run: sums before training, the results of steps, and those of steps with evaluations
+    of 0, 1, 3 and 9 micro-batches between them."""
+    out = []
+    for run in runs:
+        alone, _ = make_engine(run)
+        torch.manual_seed(0)
+        results = [alone.train_step(micro_batches) for micro_batches in steps]
+        engine, _ = make_engine(run)
+        sums = [tuple(map(float, pair)) for pair in engine.eval_sums(held_out)]
+        torch.manual_seed(0)
+        between = []
+        for count, micro_batches in zip((0, 1, 3, 9), steps, strict=True):
+            between.append(engine.train_step(micro_batches))
+            assert len(list(engine.eval_sums(held_out[:count]))) == count
+        out.append((sums, results, between))
+    return out
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_evaluations_of_any_size_between_steps_change_nothing(pp):
+    """G07; other rows and lengths than those of training."""
+    (held_out,) = steps_of([(3, 17), (1, 40), (2, 5)] * 3)
+    steps = steps_of(*[[(1, 23)] * 8] * 4)
+    folders = [folder_of("llama tied", 8), folder_of("gpt2", 8, resid_pdrop=0.1, attn_pdrop=0.1)]
+    cases = [(folder, schedule) for schedule in SCHEDULES for folder in folders]
+    runs = [
+        make_run(folder, rows=8, **with_schedule(schedule, pp=pp)) for folder, schedule in cases
+    ]
+    ranks = run_distributed(evaluate_between, pp, runs=runs, steps=steps, held_out=held_out)
+    counts = [int((batch.targets >= 0).sum()) for batch in held_out]
+    losses = {}
+    for folder in folders:
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+        with torch.no_grad():
+            losses[folder] = [float(_loss_sum(model, b, TrainingConfig())) for b in held_out]
+    for case, *of_ranks in zip(cases, *ranks, strict=True):
+        found = torch.tensor([sums for sums, _, _ in of_ranks]).sum(0)  # of [rank, batch, 2]
+        assert found[:, 0].tolist() == pytest.approx(losses[case[0]], rel=1e-5), case
+        assert found[:, 1].tolist() == counts, case
+        assert all(results == between for _, results, between in of_ranks), case
