@@ -106,6 +106,23 @@ def test_check_reports_all_problems_without_traceback(capsys, config):
     assert "sede" in err and "gradient_clipp1ng" in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_check_refuses_a_pipeline_with_zero_2_and_3_and_says_what_goes(capsys, config, stage):
+    """C01"""
+
+    def check(*keys: str):
+        return call(capsys, "check", config, "--world-size=2", *(f"--set={key}" for key in keys))
+
+    keys = [f"zero_optimization.stage={stage}", "ds4d.parallel.pp=2"]
+    code, _, err = check(*keys)
+    assert code == 2 and "Traceback" not in err
+    reason = "a pipeline keeps the gradients of all its micro-batches, which ZeRO 2 and 3 split"
+    for words in (*keys[0].split("="), "ds4d.parallel.pp 2", reason, "to 0 or 1", "parallel.tp"):
+        assert words in " ".join(err.split()), words
+    for allowed in (["zero_optimization.stage=1", keys[1]], [keys[0], "ds4d.parallel.pp=1"]):
+        assert check(*allowed)[0] == 0, allowed
+
+
 @pytest.mark.parametrize("command", ["check", "plan", "train"])
 def test_a_missing_file_is_wrong_input(capsys, tmp_path, command):
     output = ["--output", tmp_path / "run"] if command == "train" else []
