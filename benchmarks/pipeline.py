@@ -35,11 +35,13 @@ from benchmarks.turns import RANKS, Step, Turn, arguments, measure
 
 FLAT = Cut(layers=(5, 3), ranks=(0, 1))
 LOOP = Cut(layers=(3, 2, 2, 1), ranks=(0, 1, 0, 1))
+LONG_LOOP = Cut(layers=(1,) * 8, ranks=(0, 1) * 4)
 VEE = Cut(layers=(2, 2, 2, 2), ranks=(0, 1, 1, 0))
 TORCH = {
     "GPipe": ("ScheduleGPipe", FLAT),
     "1F1B": ("Schedule1F1B", FLAT),
     "interleaved 1F1B": ("ScheduleInterleaved1F1B", LOOP),
+    "interleaved 1F1B, 4 chunks": ("ScheduleInterleaved1F1B", LONG_LOOP),
     "interleaved zero bubble": ("ScheduleInterleavedZeroBubble", LOOP),
     "ZBV": ("ScheduleZBVZeroBubble", VEE),
     "DualPipeV": ("ScheduleDualPipeV", VEE),
@@ -49,13 +51,14 @@ DEEPSPEED = {
     "1F1B, ZeRO-1": (1, "PipelineModule", FLAT),
     "DualPipeV, ZeRO-1": (1, "DualPipeVModule", VEE),
 }
-DS4D = [
-    ({"schedule": "gpipe"}, FLAT),
-    ({"schedule": "1f1b"}, FLAT),
-    ({"schedule": "interleaved", "chunks": 2}, LOOP),
-    ({"schedule": "dualpipev"}, VEE),
-    ({"schedule": "zb-h1"}, FLAT),
-]
+DS4D = {
+    "gpipe": ({"schedule": "gpipe"}, FLAT),
+    "1f1b": ({"schedule": "1f1b"}, FLAT),
+    "interleaved": ({"schedule": "interleaved", "chunks": 2}, LOOP),
+    "interleaved, 4 chunks": ({"schedule": "interleaved", "chunks": 4}, LONG_LOOP),
+    "dualpipev": ({"schedule": "dualpipev"}, VEE),
+    "zb-h1": ({"schedule": "zb-h1"}, FLAT),
+}
 COMPARED_STEPS = 3
 
 
@@ -79,7 +82,7 @@ def everybody(only: str, num_micro_batches: int) -> dict[str, Step]:
 
 def our_makers(num_micro_batches: int, *, record: bool = False) -> dict[str, Callable[[], Step]]:
     return {
-        f"ds4d {keys['schedule']}": partial(
+        f"ds4d {name}": partial(
             ds4d,
             0,
             sequences=num_micro_batches,
@@ -87,7 +90,7 @@ def our_makers(num_micro_batches: int, *, record: bool = False) -> dict[str, Cal
             record=record,
             pp=RANKS,
         )
-        for keys, cut in DS4D
+        for name, (keys, cut) in DS4D.items()
     }
 
 

@@ -17,7 +17,6 @@ from ds4d.config.layout import GROUP_AXES, Coordinate, coordinate_of, group_rank
 from ds4d.config.types import ParallelConfig
 from ds4d.tensor_parallel.state import TensorParallel
 
-
 Lane = tuple[int, int]  # from one stage's place in its pipeline to a neighbour's
 
 

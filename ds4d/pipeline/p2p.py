@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch
 from torch import Tensor
 
 from ds4d.comm import Pending, Work, begin_receive, begin_send, open_transport

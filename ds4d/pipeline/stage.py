@@ -35,7 +35,6 @@ from ds4d.pipeline.costs import model_costs
 from ds4d.pipeline.partition import Split, make_split, split_of
 from ds4d.pipeline.probe import Anatomy, hidden_of, probe
 
-
 # DeepSpeed's mark of a parameter that its norms leave out (deepspeed/runtime/constants.py); its
 # import alone takes seconds, and ``check`` uses this file
 PIPE_REPLICATED = "ds_pipe_replicated"

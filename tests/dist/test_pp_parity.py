@@ -1,5 +1,5 @@
-"""Pipeline parallelism against one plain Hugging Face process, see ``tests/parity.py``. Micro-batches
-have very different numbers of valid targets."""
+"""Pipeline parallelism against one plain Hugging Face process, see ``tests/parity.py``;
+micro-batches have very different numbers of valid targets."""
 
 from __future__ import annotations
 

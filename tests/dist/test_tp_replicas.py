@@ -10,11 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.parity import ADAMW, make_engine, make_run
 from tests.harness import run_distributed
+from tests.parity import ADAMW, make_engine, make_run
 from tests.reference import rows, samples
 from tests.tp_families import FAMILIES, GPT2_LIKE
-
 
 BATCH = 4
 
