@@ -13,6 +13,7 @@ may be stuck in a collective are killed and replaced, so the next case starts cl
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing as mp
 import os
@@ -143,6 +144,7 @@ def _serve(pipe: Connection, stacks: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # DeepSpeed collects garbage for every number that it prints
     while True:
         try:
             module, name, kwargs, rank, world_size, folder = pipe.recv()
@@ -183,8 +185,6 @@ def _leave() -> None:
     of parameters and modules, which it compares across ranks, in globals. ZeRO-3 also replaces
     torch's linear function, after which gradients come in another order than on ranks that have
     not run it; ZeRO-2 would reduce them with each other."""
-    import gc
-
     import torch.distributed as dist
     import torch.nn.functional as F
     from deepspeed.comm import comm

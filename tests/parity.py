@@ -35,6 +35,8 @@ ADAMW = {
 }
 SGD = {"type": "SGD", "params": {"lr": 0.25}}
 STEPS = {"SGD": 3, "AdamW": 5}
+# 256, halved at the first overflow
+LOSS_SCALE = {"fp16": {"initial_scale_power": 8, "hysteresis": 1}}
 
 
 @lru_cache
@@ -74,7 +76,7 @@ def make_run(folder, *, tp=1, pp=1, dp=1, sequence_parallel=False, stage=1, opti
         "zero_optimization": zero,
     }
     if precision != "fp32":
-        keys[precision] = {"enabled": True}
+        keys[precision] = {"enabled": True, **LOSS_SCALE.get(precision, {})}
     return RunConfig(
         model=ModelConfig(path=str(folder)),
         data=DataConfig(seq_len=LENGTH, train=SourceConfig("tokens")),

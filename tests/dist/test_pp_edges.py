@@ -176,10 +176,13 @@ def test_parts_that_are_not_trained_beside_other_axes():
     compare(cases, 4)
 
 
-@pytest.mark.parametrize("tp, schedules", [(1, ["1f1b", "zb-h1"]), (2, ["1f1b"])])
-def test_parts_that_are_not_trained_in_bf16(tp, schedules):
+@pytest.mark.parametrize(
+    "precision, tp, schedules",
+    [("bf16", 1, ["1f1b", "zb-h1"]), ("bf16", 2, ["1f1b"]), ("fp16", 1, ["1f1b"])],
+)
+def test_parts_that_are_not_trained_in_half_precision(precision, tp, schedules):
     """As without a pipeline, to the rounding of the norm."""
-    options = dict(precision="bf16", optimizer=ADAMW, tp=tp)
+    options = dict(precision=precision, optimizer=ADAMW, tp=tp)
     pipelines = [dict(pp=2, schedule=name, split=SPLIT) for name in schedules]
     both = []
     for pp, layouts in [(1, [{}]), (2, pipelines)]:
