@@ -14,7 +14,7 @@ import torch
 from ds4d.pipeline.stage import StandIn
 from tests.dist.test_launch import finish, left_over, start
 from tests.dist.test_pp_edges import steps_of
-from tests.dist.test_pp_parity import SCHEDULES, with_schedule
+from tests.dist.test_pp_parity import with_schedule
 from tests.harness import run_distributed
 from tests.parity import ADAMW, export, folder_of, make_engine, make_run
 

@@ -68,7 +68,8 @@ class Watch:
 
 def watched(runs, micro_batches):
     """Of each run, what was watched in its second step."""
-    from ds4d.pipeline import engine as engines, p2p
+    from ds4d.pipeline import engine as engines
+    from ds4d.pipeline import p2p
 
     global SEND
     SEND = p2p.begin_send_to
