@@ -260,13 +260,14 @@ def _loss_scale(engine: DeepSpeedEngine) -> dict[str, float]:
 def allocate(engine: DeepSpeedEngine, saved: dict[str, Any]) -> None:
     """Make the optimizer state that ``saved`` speaks of, to be filled in place, and set the
     scalars. A checkpoint from before the first step brings none."""
-    inner = _inner(engine)
+    inner, groups = _inner(engine), saved["groups"]
+    of_fillers = next(iter(groups.values()), {})  # alone in a group (``engine._fillers``)
     for flat in _flats(engine):
         group = inner.param_groups[flat.group]
         if saved["kinds"]:
             state: dict[str, Any] = {
                 key: torch.tensor(value, dtype=torch.float32, device=flat.key.device)
-                for key, value in saved["groups"][group["name"]].items()
+                for key, value in groups.get(group["name"], of_fillers).items()
             }
             state |= {kind: torch.zeros_like(flat.key) for kind in saved["kinds"]}
             inner.state[flat.key] = state

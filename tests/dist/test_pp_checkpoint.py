@@ -3,6 +3,8 @@ every placement of stages, tied weights, moments, both precisions."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from ds4d.checkpoint.find import find
 from ds4d.checkpoint.load import load, read_extra
 from ds4d.checkpoint.save import save
 from ds4d.model.config import hf_config
+from tests.dist.test_pp_edges import CHANGES, SPLIT, freeze
 from tests.harness import run_distributed
 from tests.parity import ADAMW, batches, folder_of, make_engine, make_run, plain, share_of
 from tests.reference import assemble
@@ -32,11 +35,11 @@ def copies(state):
     }
 
 
-def go_on(runs, batch, step, root):
+def go_on(runs, batch, step, root, change=None):
     """[(state as it was loaded, the result of a step, state after it)] of each run."""
     out = []
     for index, run in enumerate(runs):
-        engine, mesh = make_engine(run)
+        engine, mesh = make_engine(run, change)
         folder, loaded = root / str(index), None
         if step:
             checkpoint = find(folder, "latest")
@@ -94,3 +97,22 @@ def test_on_four_stages_and_half_precision(tmp_path):
     reference, _ = plain(runs[0])
     for step, result in enumerate(losses):
         assert result.loss == pytest.approx(reference.losses[step], rel=2e-2)
+
+
+@pytest.mark.parametrize("what", ["the first stage", "vectors"])
+def test_with_parts_that_are_not_trained(what, tmp_path):
+    change = {**CHANGES, "vectors": partial(freeze, parts=("",), dims=(1,))}[what]
+    walks = {"alone": [{}] * 3, "moved": [dict(pp=2, split=SPLIT), {}, dict(pp=2, split=SPLIT)]}
+    found = {}
+    for name, layouts in walks.items():
+        for step, how in enumerate(layouts):
+            runs = [
+                make_run(folder_of("llama", 5), optimizer=ADAMW, stage=stage, **how)
+                for stage in (0, 1)
+            ]
+            given = dict(runs=runs, batch=batches(4)[4][step], step=step, change=change)
+            ranks = run_distributed(go_on, how.get("pp", 1), root=tmp_path / name, **given)
+            found[name, step] = [(each[1].loss, each[1].grad_norm) for each in ranks[0]]
+    for step in range(3):
+        for alone, moved in zip(found["alone", step], found["moved", step], strict=True):
+            assert moved == pytest.approx(alone, rel=1e-5), step

@@ -33,7 +33,8 @@ class Watch:
         sent: tensors that were sent and are still in memory.
     """
 
-    def __init__(self, model) -> None:
+    def __init__(self, model, send) -> None:
+        self._send = send  # the real one
         self.held, self.saved, self.sent = [], [], []
         self._parameters = {p.untyped_storage()._cdata for p in model.parameters()}
         self._saved: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -48,7 +49,7 @@ class Watch:
 
     def send(self, to, x, mesh, **kwargs):
         self._sent.append(StorageWeakRef(x.untyped_storage()))
-        return SEND(to, x, mesh, **kwargs)
+        return self._send(to, x, mesh, **kwargs)
 
     def begin(self, schedule) -> None:
         pass
@@ -71,13 +72,11 @@ def watched(runs, micro_batches):
     from ds4d.pipeline import engine as engines
     from ds4d.pipeline import p2p
 
-    global SEND
-    SEND = p2p.begin_send_to
     out = []
     for run in runs:
         engine, _ = make_engine(run)
         engine.train_step(micro_batches)
-        watch = Watch(engine.module)
+        watch = Watch(engine.module, p2p.begin_send_to)
 
         class Run(engines._Run):
             def __init__(self, *args) -> None:
