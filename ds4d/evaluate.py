@@ -25,7 +25,7 @@ from ds4d.loss import eval_sums
 from ds4d.mesh import Mesh
 from ds4d.model.config import hf_config
 from ds4d.pipeline.engine import Pipeline
-from ds4d.saved_model import load_model
+from ds4d.saved_model import load_model, load_tokenizer
 
 NO_DATA = "missing: say what to evaluate on, with --source or a --config that has it"
 
@@ -84,12 +84,12 @@ def evaluate(
 
     Raises:
         ConfigError, DataError: nothing to evaluate on, or data that cannot be read.
-        ValueError: no model or no tokenizer at ``path``.
+        ValueError: no model at ``path``, or text to be judged and no tokenizer there.
 
     Collective: pp, tp.
     """
-    model, tokenizer = load_model(path, device=device, mesh=mesh)
-    run = _run_for(path, config, source, overrides, Path(tokenizer.name_or_path))
+    run = _run_for(path, config, source, overrides)
+    model = load_model(path, device=device, mesh=mesh)
     rank = 0 if mesh is None else mesh.rank
     store = prepare(run, sources=("eval",), local_rank=rank, progress=progress).eval
     batches = eval_batches(store, run.batch.micro, dp_rank=0, dp_size=1)
@@ -110,16 +110,17 @@ def _run_for(
     config: Path | None,
     source: Mapping[str, Any] | None,
     overrides: Sequence[str],
-    tokenizer: Path,
 ) -> RunConfig:
-    """The run that has the set as ``ds4d.data.eval``, with the model's own tokenizer."""
+    """The run that has the set as ``ds4d.data.eval``, with the model's own tokenizer for text."""
     given: Path | dict[str, Any] = config or _trained_with(path) or _bare(path)
     extra = [f"ds4d.data.eval={json.dumps(source)}"] if source is not None else []
     run = load(given, overrides=[*overrides, *extra])
     if run.data.eval is None:
         raise ConfigError([Problem("ds4d.data.eval", NO_DATA)], name=str(config or path))
-    data = dataclasses.replace(run.data, tokenizer=TokenizerConfig(path=str(tokenizer)))
-    return run.replace(data=data)
+    if run.data.eval.type == "tokens":
+        return run
+    tokenizer = TokenizerConfig(path=load_tokenizer(path).name_or_path)
+    return run.replace(data=dataclasses.replace(run.data, tokenizer=tokenizer))
 
 
 def _trained_with(path: Path) -> dict[str, Any] | None:

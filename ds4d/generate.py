@@ -15,7 +15,7 @@ from transformers import (
 
 from ds4d.mesh import Mesh
 from ds4d.pipeline.generate import join_stages
-from ds4d.saved_model import load_model
+from ds4d.saved_model import load_model, load_tokenizer
 
 
 def generate(
@@ -52,7 +52,8 @@ def generate(
     Collective: pp, tp.
     """
     _check_settings(prompts, max_new_tokens, temperature, top_p)
-    model, tokenizer = load_model(path, device=device, mesh=mesh)
+    tokenizer = load_tokenizer(path)
+    model = load_model(path, device=device, mesh=mesh)
     if mesh is not None and mesh.parallel.pp > 1:
         join_stages(model.ds4d_stages, mesh)
     batch = _encode(tokenizer, prompts).to(device)

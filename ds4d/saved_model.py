@@ -44,8 +44,8 @@ from ds4d.tensor_parallel.vocab import install_head
 
 def load_model(
     path: Path, *, device: torch.device | str, mesh: Mesh | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in eval mode, in the dtype it was saved or trained in, and its tokenizer.
+) -> PreTrainedModel:
+    """The model in eval mode, in the dtype it was saved or trained in.
 
     Args:
         path: a Hugging Face folder, a ds4d checkpoint, or a run folder (its newest checkpoint).
@@ -53,19 +53,13 @@ def load_model(
             (``pipeline/stage.py``); None: it is all here.
 
     Raises:
-        ValueError: no model or no tokenizer there, weights that do not fit, or a model that can't
-            be cut so.
+        ValueError: weights that do not fit, or a model that can't be cut so.
         CheckpointError: ``WrongPath`` where no model is, else a checkpoint that cannot be read.
     """
     attention.register()
     folder = find_model(path)
-    if (folder / "config.json").is_file():
-        tokenizer = _tokenizer(path, folder)
-        model = _from_folder(folder, device, mesh)
-    else:
-        tokenizer = _tokenizer(path, tokenizer_folder(folder))
-        model = _from_checkpoint(folder, device, mesh)
-    return model.eval(), tokenizer
+    is_exported = (folder / "config.json").is_file()
+    return (_from_folder if is_exported else _from_checkpoint)(folder, device, mesh).eval()
 
 
 def find_model(path: Path) -> Path:
@@ -216,7 +210,16 @@ class _CheckpointTensors:
         return tensor
 
 
-def _tokenizer(path: Path, folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model at ``path``.
+
+    Raises:
+        ValueError: there is none; a model that was trained on tokens has none.
+        CheckpointError: see ``find_model``.
+    """
+    folder = find_model(path)
+    if not (folder / "config.json").is_file():
+        folder = tokenizer_folder(folder)
     if any(folder.glob("tokenizer*")):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     raise ValueError(

@@ -35,7 +35,7 @@ def generate_with_tp(**kwargs) -> list[str]:
 
 
 def dtype_with_tp(path: Path) -> torch.dtype:
-    model, _ = load_model(path, device="cpu", mesh=Mesh.create(ParallelConfig(tp=2)))
+    model = load_model(path, device="cpu", mesh=Mesh.create(ParallelConfig(tp=2)))
     assert {p.dtype for p in model.parameters()} == {model.dtype}
     return model.dtype
 

@@ -63,7 +63,7 @@ def read_and_kept(layout: dict[str, int], path: Path) -> tuple[set[str], int, li
         return mock.patch.object(kind, "__call__", record)
 
     with spy(Weights), spy(_CheckpointTensors):
-        model, _ = load_model(path, device="cpu", mesh=mesh)
+        model = load_model(path, device="cpu", mesh=mesh)
     join_stages(model.ds4d_stages, mesh)
     ids = torch.full((2, 5), 7)
     made = model.generate(

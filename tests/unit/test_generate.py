@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -10,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from ds4d.checkpoint.logical import LogicalTensor, Piece
 from ds4d.checkpoint.save import save
 from ds4d.config.types import ModelConfig
+from ds4d.evaluate import evaluate
 from ds4d.generate import generate
 from ds4d.model.config import hf_config
 from tests.unit.model_families import fields
@@ -130,3 +133,18 @@ def test_a_folder_without_model_or_tokenizer(tmp_path):
     make("llama-tied").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no tokenizer in"):
         generate(tmp_path, PROMPTS)
+
+
+def test_tokens_are_judged_without_a_tokenizer(tmp_path):
+    model = make("llama-tied")
+    model.save_pretrained(tmp_path / "model")
+    ids = torch.randint(99, (3, 10), generator=torch.Generator().manual_seed(0))
+    lines = [json.dumps({"input_ids": row.tolist()}) for row in ids]
+    (tmp_path / "held.jsonl").write_text("\n".join(lines))
+    source = {"type": "tokens", "path": str(tmp_path / "held.jsonl")}
+    cache = f"ds4d.data.cache_dir={tmp_path / 'cache'}"
+    found = evaluate(tmp_path / "model", source=source, overrides=[cache, "ds4d.data.seq_len=10"])
+    logits = model(ids).logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    assert found["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert (found["tokens"], found["samples"]) == (27, 3)
