@@ -6,14 +6,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds4d.monitor import screen
 from ds4d.monitor.display import Display, duration
 from ds4d.monitor.metrics import MetricsFile
 from ds4d.monitor.plot import plot_losses
-from ds4d.pipeline.recorder import Measured
 from ds4d.pipeline.timeline import Timeline, write
+
+if TYPE_CHECKING:
+    from ds4d.pipeline.recorder import Measured
 
 
 class Monitor:
