@@ -154,15 +154,15 @@ def traffic_of_a_step(runs, micro_batches):
 
 @pytest.mark.parametrize("p", [2, 4])
 def test_bytes_between_stages(p):
-    """formulas.md 2.4: N each way at each boundary, for each micro-batch; interleaved has v times as
-    many stages, DualPipeV twice, of which two are on one rank. And the tied weight, once."""
+    """formulas.md 2.4: N each way at each boundary, for each micro-batch; interleaved has v times
+    as many stages, DualPipeV twice, of which two are on one rank. And the tied weight, once."""
     (micro_batches,) = steps_of([(2, S)] * MICRO_BATCHES)
     n, tied = 2 * N, V * E * 4
     options = dict(rows=2 * MICRO_BATCHES, micro=2, pp=p)
-    cases = [(name, recompute) for name in SCHEDULES for recompute in ("none", "full", "selective")]
+    cases = [(name, how) for name in SCHEDULES for how in ("none", "full", "selective")]
     runs = [
-        make_run(folder_of("llama tied", LAYERS), recompute=recompute, **options, **with_schedule(s))
-        for s, recompute in cases
+        make_run(folder_of("llama tied", LAYERS), recompute=how, **options, **with_schedule(s))
+        for s, how in cases
     ]
     ranks = run_distributed(traffic_of_a_step, p, runs=runs, micro_batches=micro_batches)
     for r, rank in enumerate(ranks):

@@ -39,8 +39,8 @@ def storages() -> dict[int, tuple[StorageWeakRef, int]]:
 
 
 def read_and_held(runs):
-    """Of each run: the bytes that this rank reads of each tensor, those of its parameters, and those
-    that building the model has left in memory."""
+    """Of each run: the bytes that this rank reads of each tensor, those of its parameters, and
+    those that building the model has left in memory."""
     from ds4d.tensor_file import TensorFile
 
     out = []
