@@ -267,6 +267,9 @@ def _add_generate(commands: Any) -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
+    from ds4d.launch.runtime import quiet_libraries
+
+    quiet_libraries()  # before they are imported
     from ds4d.generate import generate
 
     texts = _on_model(
@@ -317,6 +320,9 @@ def _source(text: str) -> dict[str, Any]:
 
 
 def _eval(args: argparse.Namespace) -> None:
+    from ds4d.launch.runtime import quiet_libraries
+
+    quiet_libraries()  # before they are imported
     from ds4d.evaluate import evaluate
 
     found = _on_model(
@@ -351,10 +357,8 @@ def _on_model(
 ) -> Any:
     """``function(PATH, *more, **kwargs)``, in this process or on --pp x --tp ranks."""
     from ds4d.launch.call import call_on_ranks
-    from ds4d.launch.runtime import quiet_libraries
     from ds4d.saved_model import check_can_be_cut
 
-    quiet_libraries()
     if args.pp * args.tp == 1:
         return function(args.path, *more, **kwargs, device=args.device or _default_device())
     layout = {"pp": args.pp, "tp": args.tp}

@@ -25,7 +25,7 @@ from ds4d.loss import eval_sums
 from ds4d.mesh import Mesh
 from ds4d.model.config import hf_config
 from ds4d.pipeline.engine import Pipeline
-from ds4d.saved_model import load_model, load_tokenizer
+from ds4d.saved_model import find_model, load_model, load_tokenizer
 
 NO_DATA = "missing: say what to evaluate on, with --source or a --config that has it"
 
@@ -88,6 +88,7 @@ def evaluate(
 
     Collective: pp, tp.
     """
+    find_model(path)  # what is wrong with the path is said first
     run = _run_for(path, config, source, overrides)
     model = load_model(path, device=device, mesh=mesh)
     rank = 0 if mesh is None else mesh.rank
