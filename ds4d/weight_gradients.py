@@ -17,22 +17,23 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from transformers.pytorch_utils import Conv1D
 
 
 @dataclass
 class Deferred:
-    """Of one backward pass: weights, and of their products the gradients of the outputs and the
-    inputs, as in ``weight_gradient``."""
+    """Of one backward pass: where the gradients of weights go, and of the products the gradients of
+    the outputs and the inputs, as in ``weight_gradient``."""
 
-    products: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    products: list[tuple[GradientEdge, Tensor, Tensor]] = field(default_factory=list)
 
     def compute(self) -> None:
         """Accumulate the gradients, once; what was kept is let go as it is used."""
         self.products.reverse()
         while self.products:
-            weight, grad, x = self.products.pop()
-            torch.autograd.backward(weight, grad.T @ x)
+            edge, grad, x = self.products.pop()
+            torch.autograd.backward(edge, grad.T @ x)
 
 
 _deferred: Deferred | None = None  # of the backward pass that runs; on GPUs that is another thread
@@ -58,8 +59,10 @@ def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     """
     if _deferred is None:
         return grad.T @ x
-    # without its past, which is the whole way back to the input of the chunk
-    _deferred.products.append((weight, grad, x.detach()))
+    # Where a layer was recomputed, ``weight`` is another tensor than the parameter: it leads there
+    # as long as this pass's graph lives, and the edge does for ever. The input goes without its
+    # past, which is the whole way back to the input of the chunk.
+    _deferred.products.append((get_gradient_edge(weight), grad, x.detach()))
     return None
 
 

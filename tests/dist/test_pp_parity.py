@@ -57,11 +57,23 @@ def test_every_family_on_two_ranks(name):
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_with_recomputation(recompute):
     cases = [
-        (name, with_schedule(schedule, pp=2, recompute=recompute))
+        (name, with_schedule(schedule, pp=2, recompute=recompute, stage=stage))
         for name in ("llama", "gpt2", "gemma2", "mixtral")
         for schedule in ("1f1b", "interleaved", "zb-h1")
+        for stage in (0, 1)
     ]
     compare(cases, 2, layers=4)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_with_recomputation_and_tensor_parallelism(recompute):
+    cases = [
+        (name, with_schedule(s, pp=2, tp=2, recompute=recompute, sequence_parallel=cut, stage=0))
+        for name in ("llama tied", "gpt2", "mixtral")
+        for s in ("1f1b", "zb-h1")
+        for cut in (False, True)
+    ]
+    compare(cases, 4, layers=4)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -97,6 +109,17 @@ def test_without_shared_memory():
         for schedule in ("1f1b", "interleaved", "dualpipev")
     ]
     compare(cases, 4, layers=4, body=train_by_gloo)
+
+
+def test_all_axes_together():
+    """With what each of them has."""
+    cases = [
+        (name, with_schedule(s, pp=2, tp=2, dp=2, sequence_parallel=True, recompute="selective",
+                             rows=8, micro=2))
+        for name in ("llama tied", "llama, one key head", "gpt2")
+        for s in ("interleaved", "zb-h1")
+    ]  # fmt: skip
+    compare(cases, 8, layers=5)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama tied"])
