@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -162,6 +163,7 @@ class _Watch:
     handed: Tensor | None = None  # by the last layer so far
 
     def install(self, model: PreTrainedModel) -> None:
+        self._check_shared(model)
         inside = {id(module) for module in self.layers.modules()}
         for name, module in model.named_modules():
             if id(module) in inside or not list(module.parameters(recurse=False)):
@@ -174,6 +176,24 @@ class _Watch:
         for index, layer in enumerate(self.layers):
             layer.register_forward_pre_hook(self._entering(index), with_kwargs=True)
             layer.register_forward_hook(self._leaving)
+
+    def _check_shared(self, model: PreTrainedModel) -> None:
+        """A weight may be shared by what is outside of the layers, or within one of them: copies on
+        other stages would each learn their own way."""
+        in_layer = re.compile(re.escape(self.anatomy.stack) + r"\.\d+\.")
+
+        def place(name: str) -> str:
+            found = in_layer.match(name)
+            return found[0] if found else ""
+
+        first: dict[nn.Parameter, str] = {}
+        pairs = [
+            (name, first.setdefault(p, name))
+            for name, p in model.named_parameters(remove_duplicate=False)
+        ]
+        for name, other in (*pairs, *model.all_tied_weights_keys.items()):
+            if place(name) != place(other):
+                raise Refusal(f"{name} and {other} are one weight in two places")
 
     @property
     def _done(self) -> int:

@@ -119,6 +119,25 @@ def test_what_a_cut_would_make_another_model_of_is_refused(monkeypatch, forward,
     assert found is None if reason is None else reason in found
 
 
+def test_weights_that_layers_share_are_refused(monkeypatch):
+    made = modeling_llama.LlamaModel.__init__
+
+    def with_one_mlp(self, config):
+        made(self, config)
+        self.layers[2].mlp = self.layers[0].mlp
+
+    monkeypatch.setattr(modeling_llama.LlamaModel, "__init__", with_one_mlp)
+    assert "one weight in two places" in why_not_staged(config_of("llama"))
+
+
+def test_layers_tied_by_name_are_refused(monkeypatch):
+    ties = {"model.layers.1.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight"}
+    monkeypatch.setattr(
+        modeling_llama.LlamaForCausalLM, "get_expanded_tied_weights_keys", lambda *_, **__: ties
+    )
+    assert "one weight in two places" in why_not_staged(config_of("llama"))
+
+
 def test_a_residual_stream_in_fp32_is_seen(monkeypatch):
     def in_fp32(model, hidden, call):
         return in_turn(model, hidden.float(), call)
