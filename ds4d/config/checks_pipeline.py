@@ -38,6 +38,17 @@ def optimizer_stays_on_the_device(draft: Draft) -> Problems:
         )
 
 
+@rule(PP, "torch_autocast")
+def half_precision_without_autocast(draft: Draft) -> Problems:
+    """DeepSpeed begins autocast in its own forward pass, which pipelines do not use."""
+    if draft.get("torch_autocast.enabled") and draft.degree("pp") > 1:
+        yield Problem(
+            "torch_autocast.enabled",
+            f"true cannot go with {PP} {draft.degree('pp')}: stages run without DeepSpeed's "
+            "autocast, in fp32; set bf16.enabled instead, which keeps fp32 weights, or leave it out",
+        )
+
+
 @rule(PP, SCHEDULE, CHUNKS)
 def chunks_fit_the_schedule(draft: Draft) -> Problems:
     if draft.degree("pp") == 1:

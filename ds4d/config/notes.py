@@ -40,6 +40,10 @@ WITHOUT_EFFECT = {
         lambda draft: draft.degree("pp") == 1 or not draft.given("zero_optimization.overlap_comm"),
         "a pipeline reduces its gradients once, after the last backward pass",
     ),
+    "flops_profiler.enabled": (
+        lambda draft: draft.degree("pp") == 1,
+        "DeepSpeed's profiler watches its own forward pass, which a pipeline does not use",
+    ),
     "activation_checkpointing": (
         lambda draft: draft.get("ds4d.recompute") != "none",
         "ds4d.recompute is none",

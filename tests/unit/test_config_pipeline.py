@@ -143,6 +143,10 @@ REFUSED = {
         file(2, pipeline={"split": [4.5, 3.5]}),
         {"ds4d.pipeline.split.0": "4.5 is not allowed", "ds4d.pipeline.split.1": "3.5"},
     ),
+    "autocast": (
+        file(2) | {"torch_autocast": {"enabled": True}},
+        {"torch_autocast.enabled": "stages run without DeepSpeed's autocast"},
+    ),
     "DeepSpeed's own pipeline": (
         file(2, **{"pipeline": None}) | {"pipeline": {"stages": 2}},
         {"pipeline": "write ds4d.parallel.pp and ds4d.pipeline"},
