@@ -234,11 +234,17 @@ def _add_export(commands: Any) -> None:
     _add_json(parser)
 
 
-def _export(args: argparse.Namespace) -> None:
-    from ds4d.checkpoint.export import export
+def _quiet_libraries() -> None:
+    """Before they are imported."""
     from ds4d.launch.runtime import quiet_libraries
 
     quiet_libraries()
+
+
+def _export(args: argparse.Namespace) -> None:
+    _quiet_libraries()
+    from ds4d.checkpoint.export import export
+
     out = export(args.checkpoint, args.out, dtype=args.dtype, force=args.force)
     print(json.dumps({"path": str(out)}) if args.json else f"wrote {out}")
 
@@ -267,9 +273,7 @@ def _add_generate(commands: Any) -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    from ds4d.launch.runtime import quiet_libraries
-
-    quiet_libraries()  # before they are imported
+    _quiet_libraries()
     from ds4d.generate import generate
 
     texts = _on_model(
@@ -320,9 +324,7 @@ def _source(text: str) -> dict[str, Any]:
 
 
 def _eval(args: argparse.Namespace) -> None:
-    from ds4d.launch.runtime import quiet_libraries
-
-    quiet_libraries()  # before they are imported
+    _quiet_libraries()
     from ds4d.evaluate import evaluate
 
     found = _on_model(

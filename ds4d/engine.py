@@ -33,7 +33,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ds4d import optimizer_state
+from ds4d import gradients, optimizer_state
 from ds4d.checkpoint.logical import LogicalTensor
 from ds4d.comm import all_reduce
 from ds4d.config.deepspeed_json import to_deepspeed
@@ -219,7 +219,7 @@ class Engine:
         pipeline = None
         if run.parallel.pp > 1:
             pipeline = Pipeline(model.ds4d_stages, mesh, run.pipeline, device=device)
-            optimizer_state.take_over_accumulation(engine)
+            gradients.take_over_accumulation(engine)
             engine.param_names |= pipeline.stages.shared_names
         return cls(model, engine, mesh, device, objective, pipeline, fillers.values())
 
@@ -253,7 +253,7 @@ class Engine:
             loss_sum = self._pass_after_pass(micro_batches, scale, scale * loss_scale)
         else:
             loss_sum = self._by_schedule(micro_batches, scale * loss_scale, recorder)
-        optimizer_state.sum_partial_gradients(engine, self._mesh.group("tp"))
+        gradients.sum_partial_gradients(engine, self._mesh.group("tp"))
         engine.step()
         dist.all_reduce(loss_sum, group=self._mesh.group("pp_dp_cp"))
         norm = engine.get_global_grad_norm()
@@ -290,10 +290,10 @@ class Engine:
             [batch.to(self.device) for batch in micro_batches],
             self.objective,
             scale=whole_scale,
-            accumulated=partial(optimizer_state.accumulate, engine),
+            accumulated=partial(gradients.accumulate, engine),
             recorder=recorder,
         )
-        optimizer_state.sum_over_stages(engine, self._tied, self._mesh.group("pp_ends"))
+        gradients.sum_over_stages(engine, self._tied, self._mesh.group("pp_ends"))
         engine.allreduce_gradients()
         return loss_sum
 

@@ -1,5 +1,5 @@
 """DeepSpeed's optimizers, read as logical tensors: the one place that knows how each ZeRO stage
-lays weights, moments and gradients out in memory.
+lays weights and moments out in memory (``gradients.py`` knows of gradients).
 
 Whatever the stage, the trainable state is a list of *flats*: tensors that the wrapped torch
 optimizer steps on, each a row of segments that belong to named parameters:
@@ -16,9 +16,9 @@ DeepSpeed calls a parameter may itself be a tp rank's part of a logical tensor (
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ds4d.checkpoint.logical import LogicalTensor, Piece, boxes_of_range, pieces_of
-from ds4d.comm import all_reduce
 from ds4d.tensor_parallel.shard import Shard
 
 
@@ -143,7 +142,7 @@ def _zero3_segment(name: str, param: nn.Parameter, offset: int) -> Segment | Non
 
 
 def _flats(engine: DeepSpeedEngine) -> Iterator[Flat]:
-    return _layout(engine).flats(engine)
+    return of_wrapper(engine, _FLATS)(engine)
 
 
 def _inner(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
@@ -306,149 +305,20 @@ def publish(engine: DeepSpeedEngine) -> None:
         optimizer.update_lp_params()
 
 
-# -- gradients, between the last backward pass and the step ---------------------------------------
-
-Gradients = Iterator[tuple[nn.Parameter, Tensor]]
+T = TypeVar("T")
 
 
-def _plain_gradients(engine: DeepSpeedEngine) -> Gradients:
-    return ((p, p.grad) for p in engine.module.parameters() if p.grad is not None)
-
-
-def _bf16_gradients(engine: DeepSpeedEngine) -> Gradients:
-    """Whole on every rank: the norm and the clipping are of these, the step of a part."""
-    optimizer = engine.optimizer
-    for params, gradients in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients):
-        yield from zip(params, gradients)
-
-
-def _zero12_gradients(engine: DeepSpeedEngine) -> Gradients:
-    """Of each parameter that this rank has a part of, that part."""
-    optimizer = engine.optimizer
-    if optimizer.cpu_offload:
-        optimizer._wait_for_offload_copies()
-    for index, params in enumerate(optimizer.params_in_partition):
-        if optimizer.cpu_offload:
-            flat = optimizer.single_partition_of_fp32_groups[index].grad
-            gradients = [_placed(flat, optimizer, param) for param in params]
-        else:
-            held = optimizer.averaged_gradients[index]
-            gradients = [g for g in held if not getattr(g, "_zero_padding", False)]
-        yield from zip(params, gradients)
-
-
-def _zero3_gradients(engine: DeepSpeedEngine) -> Gradients:
-    """Of each parameter this rank's part, with the padding that makes parts equal."""
-    optimizer = engine.optimizer
-    for index, params in enumerate(optimizer.fp16_groups):
-        if optimizer.offload_optimizer:
-            flat = optimizer.fp32_partitioned_groups_flat[index].grad
-            gradients = [_placed(flat, optimizer, param) for param in params]
-        else:
-            gradients = optimizer.averaged_gradients[index]
-        yield from zip(params, gradients)
-
-
-def _placed(flat: Tensor, optimizer: Any, param: nn.Parameter) -> Tensor:
-    """Where DeepSpeed has copied a gradient to, with offload."""
-    *_, offset, count = optimizer.grad_position[optimizer.get_param_id(param)]
-    return flat.view(-1).narrow(0, offset, count)
-
-
-# -- gradients of a pipeline, whose backward passes are not DeepSpeed's ---------------------------
-
-
-def take_over_accumulation(engine: DeepSpeedEngine) -> None:
-    """From here on backward passes are made without DeepSpeed: each is followed by
-    ``accumulate``, and all those of a step by ``engine.allreduce_gradients`` and ``step``."""
-    for hook in getattr(engine.optimizer, "_grad_acc_hooks", ()):
-        hook.remove()
-    engine.set_gradient_accumulation_boundary(True)
-    engine.pipeline_parallelism = True  # ZeRO-1 and stage 0 reduce by what the parameters hold
-
-
-def accumulate(engine: DeepSpeedEngine) -> None:
-    """Add what backward passes have left in ``grad`` to where it is accumulated, in the dtype that
-    was asked for."""
-    optimizer = engine.optimizer
-    if isinstance(optimizer, BF16_Optimizer):
-        for group, params in enumerate(optimizer.bf16_groups):
-            for index, param in enumerate(params):
-                if param.grad is not None:
-                    optimizer._update_hp_grad(param, group, index, clear_lp_grads=False)
-                    param.grad = None
-    elif getattr(optimizer, "use_grad_accum_attribute", False):
-        optimizer.fill_grad_accum_attribute()
-
-
-@torch.no_grad()
-def sum_over_stages(
-    engine: DeepSpeedEngine, params: list[nn.Parameter], group: dist.ProcessGroup
-) -> None:
-    """Sum the accumulated gradients of a tied weight, of which the first and the last stage have
-    a copy each, before they are averaged over dp x cp. Collective: ``group``."""
-    optimizer = engine.optimizer
-    for param in params:
-        if isinstance(optimizer, BF16_Optimizer):
-            gradient = param._hp_grad
-        elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-            gradient = optimizer.get_gradient_for_reduction(param)
-        else:
-            gradient = param.grad
-        all_reduce(gradient, group, purpose="tied weights")
-
-
-def _partial(engine: DeepSpeedEngine) -> Gradients:
-    return (x for x in _layout(engine).gradients(engine) if getattr(x[0], "tp_partial", False))
-
-
-def partial_gradients(engine: DeepSpeedEngine) -> list[Tensor]:
-    """What this rank holds of the accumulated gradients, averaged over dp x cp, of parameters that
-    carry ``tp_partial``: views on what the step will use.
-
-    Only between the last backward pass and the step. On all ranks of a tp group, which hold equal
-    shapes of every parameter, the lists have equal shapes.
-    """
-    return [gradient for _, gradient in _partial(engine)]
-
-
-@torch.no_grad()
-def sum_partial_gradients(engine: DeepSpeedEngine, group: dist.ProcessGroup) -> None:
-    """Sum them over tp, in one flat buffer a dtype. Once a step, see ``partial_gradients``.
-
-    Collective: ``group``, tp; nothing is sent where no parameter is partial.
-    """
-    found = list(_partial(engine)) if group.size() > 1 else []
-    for dtype in dict.fromkeys(gradient.dtype for _, gradient in found):
-        gradients = [gradient for _, gradient in found if gradient.dtype == dtype]
-        flat = torch.cat([gradient.reshape(-1).to(engine.device) for gradient in gradients])
-        all_reduce(flat, group, purpose="replicated gradients")
-        for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients])):
-            gradient.copy_(total.view_as(gradient))
-    norms = getattr(engine.optimizer, "norm_for_param_grads", None)
-    if norms is not None:  # with offload: DeepSpeed took them when it copied the gradients
-        norms.update((engine.optimizer.get_param_id(p), g.double().norm()) for p, g in found)
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """How a wrapper of DeepSpeed lays out state and gradients."""
-
-    wrapper: type
-    flats: Callable[[DeepSpeedEngine], Iterator[Flat]]
-    gradients: Callable[[DeepSpeedEngine], Gradients]
-
-
-_LAYOUTS = (
-    _Layout(BF16_Optimizer, _bf16_flats, _bf16_gradients),
-    _Layout(DeepSpeedZeroOptimizer_Stage3, _zero3_flats, _zero3_gradients),
-    _Layout(DeepSpeedZeroOptimizer, _zero12_flats, _zero12_gradients),
-    _Layout(torch.optim.Optimizer, _plain_flats, _plain_gradients),
-)
-
-
-def _layout(engine: DeepSpeedEngine) -> _Layout:
-    for layout in _LAYOUTS:
-        if isinstance(engine.optimizer, layout.wrapper):
-            return layout
+def of_wrapper(engine: DeepSpeedEngine, table: Mapping[type, T]) -> T:
+    """The entry for the class of DeepSpeed's that wraps the torch optimizer, or for a bare one."""
+    for wrapper, entry in table.items():
+        if isinstance(engine.optimizer, wrapper):
+            return entry
     raise TypeError(f"{type(engine.optimizer).__name__}: an optimizer of DeepSpeed unknown here")
+
+
+_FLATS: Mapping[type, Callable[[DeepSpeedEngine], Iterator[Flat]]] = {
+    BF16_Optimizer: _bf16_flats,
+    DeepSpeedZeroOptimizer_Stage3: _zero3_flats,
+    DeepSpeedZeroOptimizer: _zero12_flats,
+    torch.optim.Optimizer: _plain_flats,
+}

@@ -224,3 +224,27 @@ def compare(cases, world, *, layers: int | None = None, body=train, **kwargs) ->
     ranks = run_distributed(body, world, timeout=600, runs=runs, batches=given, **kwargs)
     for index, (case, run) in enumerate(zip(cases, runs, strict=True)):
         check(case, ranks, index, run)
+
+
+def check_half_precision(runs, world) -> None:
+    """No further from fp32 than plain bf16 is: losses about, the distances that weights have moved
+    together.
+
+    Args:
+        runs: in bf16, of one model and one optimizer.
+    """
+    exact, before = plain(runs[0])
+    half, _ = plain(runs[0], torch.bfloat16)
+    given = batches(runs[0].batch.train)
+    ranks = run_distributed(train, world, timeout=600, runs=runs, batches=given)
+    moved = {name: weight - before[name] for name, weight in exact.weights.items()}
+    limits = [relative(half.weights[name] - before[name], m) for name, m in moved.items()]
+    allowed = max(abs(h - e) for h, e in zip(half.losses, exact.losses, strict=True))
+    for index, run in enumerate(runs):
+        case = (run.parallel, run.pipeline)
+        losses = [r.loss for r in ranks[0][index][0]]
+        distance = max(abs(r - e) for r, e in zip(losses, exact.losses, strict=True))
+        assert distance <= 1.5 * allowed, case  # noise: the weights tell
+        final = assemble([rank[index][2] for rank in ranks])
+        errors = [relative(final[f"weight/{n}"] - before[n], m) for n, m in moved.items()]
+        assert sum(errors) <= sum(limits), case

@@ -6,12 +6,17 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
-import torch
 
 from ds4d import shared_memory
-from tests.harness import run_distributed
-from tests.parity import ADAMW, SGD, batches, compare, folder_of, make_run, plain, train
-from tests.reference import assemble, relative
+from tests.parity import (
+    ADAMW,
+    SGD,
+    check_half_precision,
+    compare,
+    folder_of,
+    make_run,
+    train,
+)
 from tests.tp_families import FAMILIES
 
 SCHEDULES = {
@@ -129,16 +134,4 @@ def test_bf16_is_no_further_from_fp32_than_plain_bf16(name):
         make_run(folder, optimizer=ADAMW, precision="bf16", pp=2, **with_schedule(schedule))
         for schedule in SCHEDULES
     ]
-    exact, before = plain(runs[0])
-    half, _ = plain(runs[0], torch.bfloat16)
-    ranks = run_distributed(train, 2, timeout=600, runs=runs, batches=batches(4))
-    moved = {name: weight - before[name] for name, weight in exact.weights.items()}
-    limits = [relative(half.weights[name] - before[name], m) for name, m in moved.items()]
-    allowed = max(abs(h - e) for h, e in zip(half.losses, exact.losses, strict=True))
-    for index, run in enumerate(runs):
-        losses = [r.loss for r in ranks[0][index][0]]
-        distance = max(abs(r - e) for r, e in zip(losses, exact.losses, strict=True))
-        assert distance <= 1.5 * allowed, run.pipeline  # noise: the weights tell
-        final = assemble([rank[index][2] for rank in ranks])
-        errors = [relative(final[f"weight/{n}"] - before[n], m) for n, m in moved.items()]
-        assert sum(errors) <= sum(limits), run.pipeline
+    check_half_precision(runs, 2)

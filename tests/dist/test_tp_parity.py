@@ -4,11 +4,18 @@ and everything that goes with it."""
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.harness import run_distributed
-from tests.parity import ADAMW, SGD, batches, compare, folder_of, make_run, plain, train
-from tests.reference import assemble, relative
+from tests.parity import (
+    ADAMW,
+    SGD,
+    batches,
+    check_half_precision,
+    compare,
+    folder_of,
+    make_run,
+    train,
+)
 from tests.tp_families import FAMILIES, OWN_ATTENTION
 
 
@@ -115,16 +122,4 @@ def test_bf16_is_no_further_from_fp32_than_plain_bf16(name):
     folder = folder_of(name)
     options = dict(tp=2, optimizer=ADAMW, precision="bf16")
     runs = [make_run(folder, sequence_parallel=cut, stage=1, **options) for cut in (False, True)]
-    exact, before = plain(runs[0])
-    half, _ = plain(runs[0], torch.bfloat16)
-    ranks = run_distributed(train, 2, timeout=600, runs=runs, batches=batches(4))
-    moved = {name: weight - before[name] for name, weight in exact.weights.items()}
-    limits = [relative(half.weights[name] - before[name], m) for name, m in moved.items()]
-    allowed = max(abs(h - e) for h, e in zip(half.losses, exact.losses, strict=True))
-    for index, run in enumerate(runs):
-        losses = [r.loss for r in ranks[0][index][0]]
-        distance = max(abs(r - e) for r, e in zip(losses, exact.losses, strict=True))
-        assert distance <= 1.5 * allowed, run.parallel  # noise: the weights tell
-        final = assemble([rank[index][2] for rank in ranks])
-        errors = [relative(final[f"weight/{n}"] - before[n], m) for n, m in moved.items()]
-        assert sum(errors) <= sum(limits), run.parallel
+    check_half_precision(runs, 2)

@@ -64,15 +64,15 @@ def share(batch, run, mesh):
 @contextlib.contextmanager
 def shapes_of_partial_gradients():
     """Those of every step, as ``sum_partial_gradients`` is called."""
-    from ds4d import optimizer_state
+    from ds4d import gradients
 
-    summed, shapes = optimizer_state.sum_partial_gradients, []
+    summed, shapes = gradients.sum_partial_gradients, []
 
     def spy(engine, group):
-        shapes.append([tuple(g.shape) for g in optimizer_state.partial_gradients(engine)])
+        shapes.append([tuple(g.shape) for g in gradients.partial_gradients(engine)])
         summed(engine, group)
 
-    with mock.patch.object(optimizer_state, "sum_partial_gradients", spy):
+    with mock.patch.object(gradients, "sum_partial_gradients", spy):
         yield shapes
 
 
