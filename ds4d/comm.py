@@ -23,7 +23,7 @@ gradients are *partial*: what a rank holds has still to be summed over the group
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -33,10 +33,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ds4d import shared_memory
+from ds4d.shared_memory import Parcel
 
 # their names before torch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_to_all = dist.all_to_all_single
 
 
 Work = dist.Work | shared_memory.Work
@@ -59,6 +61,10 @@ class _Native:
         """x [t, *out.shape] -> out"""
         return _reduce_scatter(out, x.flatten(0, 1), group=self.group, async_op=True)
 
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        """x [t, ...], a part for each rank -> out [t, ...], a part from each"""
+        return _all_to_all(out.flatten(0, 1), x.flatten(0, 1), group=self.group, async_op=True)
+
     # In a batch NCCL uses the group's communicator, which is there; else it would first make one
     # of the two ranks, and the program would wait for the other one.
 
@@ -69,6 +75,14 @@ class _Native:
     def recv(self, out: Tensor, peer: int) -> Work:
         operation = dist.P2POp(dist.irecv, out, group=self.group, group_peer=peer)
         return dist.batch_isend_irecv([operation])[0]
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> list[Work]:
+        """In one batch, without which two ranks that both send first would wait for each other."""
+        operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=p) for x, p in sends]
+        operations += [
+            dist.P2POp(dist.irecv, out, group=self.group, group_peer=p) for out, p in receives
+        ]
+        return dist.batch_isend_irecv(operations)
 
 
 def _transport(x: Tensor, group: dist.ProcessGroup) -> _Native | shared_memory.Channel:
@@ -109,7 +123,7 @@ def count_traffic() -> Iterator[Traffic]:
 
 
 # collective -> how often a ring sends (t - 1) / t of the full tensor
-_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}
+_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_to_all": 1}
 
 
 def _count(collective: str, full: Tensor, group: dist.ProcessGroup, purpose: str) -> None:
@@ -182,6 +196,62 @@ def begin_receive(out: Tensor, source: int, group: dist.ProcessGroup) -> Pending
     return Pending(out, _transport(out, group).recv(out, source), out.shape)
 
 
+class Exchange:
+    """Tensors under way in both directions. ``wait()`` once, before what has been sent is changed
+    or what is received is read; on a GPU it stops the stream, not the program."""
+
+    def __init__(self, sends: Sequence[Parcel], receives: Sequence[Parcel], works: Sequence[Work]):
+        self._kept = [*sends, *receives]
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._kept = []
+
+
+def begin_exchange(
+    sends: Sequence[Parcel], receives: Sequence[Parcel], group: dist.ProcessGroup, *, purpose: str
+) -> Exchange:
+    """Send contiguous tensors to ranks of the group and receive others from ranks of it.
+
+    Both ends of each transfer begin their exchanges in the same order.
+    """
+    for x, _ in sends:
+        for traffic in _counting:
+            traffic.calls[purpose, "send"] += 1
+            traffic.sent[purpose, "send"] += x.nbytes
+    parcels = [*sends, *receives]
+    works = _transport(parcels[0][0], group).exchange(sends, receives) if parcels else []
+    return Exchange(sends, receives, works)
+
+
+def begin_all_gather(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Pending:
+    """[...] -> [t, ...]"""
+    x = x.contiguous()
+    out = x.new_empty(group.size(), *x.shape)
+    work = _transport(x, group).all_gather(out, x)
+    _count("all_gather", out, group, purpose)
+    return Pending(out, work, out.shape)
+
+
+def sum_parts(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Tensor:
+    """[t, ...], a part for each rank -> [...], this rank's, summed."""
+    out = x.new_empty(x.shape[1:])
+    _transport(x, group).reduce_scatter(out, x).wait()
+    _count("reduce_scatter", x, group, purpose)
+    return out
+
+
+def all_to_all(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Tensor:
+    """[t, ...], a part for each rank -> [t, ...], a part from each."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _transport(x, group).all_to_all(out, x).wait()
+    _count("all_to_all", x, group, purpose)
+    return out
+
+
 def begin_gather(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> "PendingSequence":
     """[B, s, E] -> [B, S, E], along dim 1."""
     if group.size() == 1:
@@ -234,27 +304,35 @@ def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup, *, purpose: str
 # What selective recomputation keeps (``model/build.py``) it knows by operator: so what a forward
 # pass sums or puts together inside a layer are operators, and it is not communicated again.
 
-_library = torch.library.Library("ds4d", "DEF")
-_library.define("all_reduce(Tensor x, str group, str purpose) -> Tensor")
-_library.define("reduce_scatter(Tensor x, str group, str purpose) -> Tensor")
-_library.impl(
+library = torch.library.Library("ds4d", "DEF")
+library.define("all_reduce(Tensor x, str group, str purpose) -> Tensor")
+library.define("reduce_scatter(Tensor x, str group, str purpose) -> Tensor")
+library.impl(
     "all_reduce",
     lambda x, group, purpose: all_reduce(
         x.clone(), _resolve_process_group(group), purpose=purpose
     ),
     "CompositeExplicitAutograd",
 )
-_library.impl(
+library.impl(
     "reduce_scatter",
     lambda x, group, purpose: reduce_scatter_sequence(
         x, _resolve_process_group(group), purpose=purpose
     ),
     "CompositeExplicitAutograd",
 )
-_library.define("gather_last(Tensor x, str group, str purpose) -> Tensor")
-_library.impl(
+library.define("gather_last(Tensor x, str group, str purpose) -> Tensor")
+library.impl(
     "gather_last",
     lambda x, group, purpose: _all_gather_last(x, _resolve_process_group(group), purpose),
+    "CompositeExplicitAutograd",
+)
+
+
+library.define("all_to_all(Tensor x, str group, str purpose) -> Tensor")
+library.impl(
+    "all_to_all",
+    lambda x, group, purpose: all_to_all(x, _resolve_process_group(group), purpose=purpose),
     "CompositeExplicitAutograd",
 )
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ds4d import attention
+from ds4d.attention.context import Context
 from ds4d.data.batch import IGNORE, MicroBatch
 from ds4d.tensor_parallel import sequence
 from ds4d.tensor_parallel.cross_entropy import Objective, sum_cross_entropy
@@ -94,6 +95,8 @@ def model_inputs(
         inputs["position_ids"] = batch.position_ids
     if batch.documents is not None and module.config._attn_implementation == attention.NAME:
         inputs["documents"] = batch.documents
+    if batch.cut is not None:
+        inputs["context"] = Context(batch.cut, module.ds4d_cp)
     return inputs
 
 

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from ds4d.config.layout import GROUP_AXES, Coordinate, coordinate_of, group_ranks
-from ds4d.config.types import ParallelConfig
+from ds4d.attention.context import ContextParallel
+from ds4d.config.layout import GROUP_AXES, Coordinate, context_ranks, coordinate_of, group_ranks
+from ds4d.config.types import ContextConfig, ParallelConfig
+from ds4d.context_parallel import Cutter
 from ds4d.tensor_parallel.state import TensorParallel
 
 Lane = tuple[int, int]  # from one stage's place in its pipeline to a neighbour's
@@ -26,9 +28,10 @@ class Mesh:
     size-1 axis is the same code.
 
     Attributes:
-        groups: by name (``config.layout.GROUP_AXES``). And ``pp_ends``: the first and the last
+        groups: by name (``config.layout.GROUP_AXES``). ``pp_ends``: the first and the last
             rank of a pipeline, which may share a tied weight; on those between them it is ``pp``,
-            and not used.
+            and not used. ``ulysses``: neighbours in ``cp``, which exchange heads; ``ring``: one
+            rank of each of these.
         lanes: for each direction between neighbours in a pipeline, the last rank's being the first,
             a group of ``pp`` in which neither of the two sends or receives anything else. NCCL
             runs what a group is given in order: so whatever is posted first on either side of a
@@ -42,7 +45,13 @@ class Mesh:
     lanes: dict[Lane, dist.ProcessGroup] = field(repr=False)
 
     @classmethod
-    def create(cls, parallel: ParallelConfig, *, timeout_seconds: float = 1800.0) -> "Mesh":
+    def create(
+        cls,
+        parallel: ParallelConfig,
+        context: ContextConfig = ContextConfig(),
+        *,
+        timeout_seconds: float = 1800.0,
+    ) -> "Mesh":
         """Make all groups. Collective: every rank of the world must call, once a run.
 
         Names whose member lists are equal (all of them when three axes have size 1) share one
@@ -62,8 +71,10 @@ class Mesh:
             (tuple(range(world_size)),): dist.group.WORLD
         }
         groups = {}
-        for name in GROUP_AXES:
-            members = tuple(map(tuple, group_ranks(name, parallel)))
+        named = {name: group_ranks(name, parallel) for name in GROUP_AXES}
+        named |= context_ranks(parallel, context)
+        for name, lists in named.items():
+            members = tuple(map(tuple, lists))
             if members not in made:
                 made[members] = _made([list(m) for m in members], timeout)
             groups[name] = made[members]
@@ -87,6 +98,16 @@ class Mesh:
         return TensorParallel(
             self.group("tp"), parallel.sequence_parallel, overlap=parallel.tp_overlap
         )
+
+    def context_parallel(self, context: ContextConfig) -> ContextParallel:
+        """The cp axis, for one model to be built with."""
+        return ContextParallel(self.group("ring"), self.group("ulysses"), context.exchange)
+
+    @property
+    def cutter(self) -> Cutter:
+        """Takes this rank's part of whole sequences."""
+        parts = self.parallel.tp if self.parallel.sequence_parallel else 1
+        return Cutter(self.coordinate.cp, self.parallel.cp, self.size("ulysses"), parts)
 
     @property
     def dropout_rank(self) -> int:

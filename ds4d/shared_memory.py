@@ -50,6 +50,7 @@ _SMALLEST = 1 << 14  # bytes of a buffer
 _LONGEST = 1e6  # seconds; poll counts milliseconds in 32 bits
 
 _Use = Callable[[list[Tensor]], object]
+Parcel = tuple[Tensor, int]  # and whom it goes to or comes from
 
 
 class _Buffer:
@@ -136,6 +137,19 @@ class Channel:
         for peer in self._peers:
             self._send(x[peer], (peer,), _COLLECTIVE)
         return self._collect(x[self._rank], lambda parts: _reduce(parts, torch.add, out=out))
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        """x [t, ...], a part for each rank -> out [t, ...], a part from each. Collective: the
+        group."""
+        out, x = out.detach(), x.detach()
+        for peer in self._peers:
+            self._send(x[peer], (peer,), _COLLECTIVE)
+        return self._collect(x[self._rank], lambda parts: torch.stack(parts, out=out))
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> list[Work]:
+        for x, peer in sends:
+            self.send(x, peer)
+        return [self.recv(out, peer) for out, peer in receives]
 
     def send(self, x: Tensor, peer: int) -> Work:
         """To a rank of the group, which has to ``recv``. It is done when this returns."""

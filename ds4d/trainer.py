@@ -174,7 +174,7 @@ class Trainer:
         self.data = data
         self.output = output
         self.mesh = Mesh.create(
-            run.parallel, timeout_seconds=run.training.process_group_timeout_seconds
+            run.parallel, run.context, timeout_seconds=run.training.process_group_timeout_seconds
         )
         self.total_steps = total_steps(run, len(data.train))
         self.progress = Progress()
@@ -199,6 +199,7 @@ class Trainer:
                 recompute=run.recompute,
                 partition=partition,
                 tp=self.mesh.tensor_parallel(),
+                cp=self.mesh.context_parallel(run.context),
                 cut=stage_cutter(run, self.mesh, self.hf_config),
             ),
             device=device,
@@ -250,6 +251,7 @@ class Trainer:
                 self.run.batch,
                 dp_rank=self.mesh.coordinate.dp,
                 dp_size=self.run.parallel.dp,
+                cutter=self.mesh.cutter,
                 consumed_samples=self.progress.consumed_samples,
                 num_workers=self.run.data.num_workers,
             )
@@ -310,6 +312,7 @@ class Trainer:
             self.run.batch.micro,
             dp_rank=self.mesh.coordinate.dp,
             dp_size=self.run.parallel.dp,
+            cutter=self.mesh.cutter,
         )
         sums = self.engine.eval_sums(batches)
         group = self.mesh.group("pp_dp_cp")

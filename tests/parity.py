@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds4d.config.types import (
     BatchSizes,
+    ContextConfig,
     DataConfig,
     ModelConfig,
     ParallelConfig,
@@ -61,7 +62,7 @@ def folder_of(name: str, layers: int | None = None, **changes) -> Path:
     return folder
 
 
-def make_run(folder, *, tp=1, pp=1, dp=1, sequence_parallel=False, stage=1, optimizer=SGD,
+def make_run(folder, *, tp=1, pp=1, cp=1, dp=1, method="ring", ulysses=None, exchange="p2p", sequence_parallel=False, stage=1, optimizer=SGD,
              clip=CLIP, micro=1, rows=4, recompute="none", precision="fp32", overlap=True,
              schedule="1f1b", chunks=1, split=None):  # fmt: skip
     """Args:
@@ -81,9 +82,10 @@ def make_run(folder, *, tp=1, pp=1, dp=1, sequence_parallel=False, stage=1, opti
         model=ModelConfig(path=str(folder)),
         data=DataConfig(seq_len=LENGTH, train=SourceConfig("tokens")),
         parallel=ParallelConfig(
-            tp=tp, pp=pp, dp=dp, sequence_parallel=sequence_parallel, tp_overlap=overlap
+            tp=tp, pp=pp, cp=cp, dp=dp, sequence_parallel=sequence_parallel, tp_overlap=overlap
         ),
         pipeline=PipelineConfig(schedule, chunks, split),
+        context=ContextConfig(method, ulysses, exchange),
         batch=BatchSizes(rows, micro, rows // (dp * micro)),
         deepspeed=keys,
         zero_stage=stage,
@@ -104,7 +106,7 @@ def make_engine(run, change=None):
     from ds4d.pipeline.stage import stage_cutter
 
     attention.register()
-    mesh = Mesh.create(run.parallel)
+    mesh = Mesh.create(run.parallel, run.context)
     config = hf_config(run.model)
 
     def build(partition):
@@ -118,6 +120,7 @@ def make_engine(run, change=None):
             recompute=run.recompute,
             partition=partition,
             tp=mesh.tensor_parallel(),
+            cp=mesh.context_parallel(run.context),
             cut=stage_cutter(run, mesh, config),
         )
         if change is not None:
@@ -140,7 +143,7 @@ def share_of(batch, run, mesh) -> list:
     """This rank's micro-batches of a global batch."""
     micro, dp = run.batch.micro, run.parallel.dp
     starts = [(a * dp + mesh.coordinate.dp) * micro for a in range(run.batch.accumulation)]
-    return [rows(batch, start, start + micro) for start in starts]
+    return [mesh.cutter(rows(batch, start, start + micro)) for start in starts]
 
 
 def train(runs, batches):

@@ -6,6 +6,8 @@ said otherwise. Both are ways for ``flash.Attend``; see there what out and lse a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from ds4d.attention.visible import Block, additive, block_mask, blocks, cut_mask
@@ -14,57 +16,67 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class _Blockwise:
-    """Cuts the tensors into blocks and puts the results together."""
+class BlockKernel:
+    """Computes blocks: cuts them out of the tensors, and puts the results together.
 
-    holds_scores: bool  # of a block: then blocks must be small
-    knows_causal: bool  # needs no mask for a lower triangle
+    Attributes:
+        holds_scores: of a block: then blocks must be small.
+        knows_causal: needs no mask for a lower triangle.
+        equal_dims: wants D == Dv.
+    """
+
+    holds_scores: bool
+    knows_causal: bool
+    equal_dims: bool
 
     def __init__(self, call) -> None:
-        visible, (batch, heads, num_queries, _) = call.visible, call.query.shape
         self.scale, self.softcap, self.dropout = call.scale, call.softcap, call.dropout
-        self.general = visible.general
-        self.blocks = blocks(
-            (batch, heads, num_queries, call.key.shape[2]),
-            causal=visible.causal,
-            window=visible.window,
-            offset=visible.offset,
-            lengths=() if visible.documents is None else visible.documents.lengths,
-            general=visible.general is not None,
-            split=self.holds_scores,
-        )
+        self.general = call.visible.general
         # Drawn from torch's generator: a recomputed forward pass drops the same weights.
         self.seed = int(torch.randint(2**31, ())) if call.dropout else None
 
-    def forward(self, query, key, value, bias):
-        batch, heads, num_queries, _ = query.shape
-        sums = torch.promote_types(query.dtype, torch.float32)
-        out = query.new_zeros(batch, num_queries, heads, value.shape[-1])
-        lse = query.new_zeros(batch, num_queries, heads, dtype=sums)
-        for block in self.blocks:
+    def add_forward(self, blocks: Iterable[Block], query, key, value, bias, out, lse) -> None:
+        """Args:
+        out, lse: [B, q, H, D] and [B, q, H], of all blocks before; zeros and -inf where there was
+            none.
+        """
+        for block in blocks:
             rows, queries = slice(*block.rows), slice(*block.queries)
             q, k, v, mask, b = self._cut(block, query, key, value, bias)
             block_out, block_lse = self.block_forward(block, q, k, v, mask, b)
-            out[rows, queries] = block_out.transpose(1, 2)
-            lse[rows, queries] = block_lse.transpose(1, 2)
-        return out, lse
+            if block.general:  # some queries may see nothing in this block
+                nothing = (additive(mask, block_lse.dtype) == float("-inf")).all(-1)
+                block_lse = block_lse.masked_fill(nothing, float("-inf"))
+            block_out, block_lse = block_out.transpose(1, 2), block_lse.transpose(1, 2)
+            if not block.first:
+                block_out, block_lse = _merged(
+                    out[rows, queries], lse[rows, queries], block_out, block_lse
+                )
+            out[rows, queries] = block_out
+            lse[rows, queries] = block_lse
 
-    def backward(self, grad_out, query, key, value, bias, out, lse):
-        dq, dk, dv = (_zeros_by_token(x) for x in (query, key, value))
-        dbias = None if bias is None else torch.zeros_like(bias)
-        for block in self.blocks:
-            rows, queries, keys = slice(*block.rows), slice(*block.queries), slice(*block.keys)
-            q, k, v, mask, b = self._cut(block, query, key, value, bias)
+    def add_backward(self, blocks: Iterable[Block], inputs, output, grads) -> None:
+        """Args:
+        inputs: query, key, value, bias.
+        output: its gradient, itself, lse; of all blocks together.
+        grads: of the inputs, which this adds to.
+        """
+        (grad_out, out, lse), (dq, dk, dv, dbias) = output, grads
+        for block in blocks:
+            rows, queries, keys = (slice(*block.rows), slice(*block.queries), slice(*block.keys))
+            q, k, v, mask, b = self._cut(block, *inputs)
             # [B, q, H, ...] -> [B, H, q, ...]
             g, o, l = (x[rows, queries].transpose(1, 2) for x in (grad_out, out, lse))
-            grads = self.block_backward(block, g, q, k, v, mask, b, o, l)
-            dq[rows, :, queries] = grads[0]
-            dk[rows, :, keys] += grads[1]
-            dv[rows, :, keys] += grads[2]
+            found = self.block_backward(block, g, q, k, v, mask, b, o, l)
+            if block.first:
+                dq[rows, :, queries] = found[0]
+            else:
+                dq[rows, :, queries] += found[0]
+            dk[rows, :, keys] += found[1]
+            dv[rows, :, keys] += found[2]
             if dbias is not None:
                 part = cut_mask(dbias, block.rows, block.queries, block.keys)
-                part += grads[3].sum_to_size(part.shape)
-        return dq, dk, dv, dbias
+                part += found[3].sum_to_size(part.shape)
 
     def _cut(self, block: Block, query, key, value, bias):
         """The block's query, key, value, mask and bias."""
@@ -77,11 +89,50 @@ class _Blockwise:
         return query[rows, :, queries], key[rows, :, keys], value[rows, :, keys], mask, b
 
 
-class CpuFlash(_Blockwise):
+def _merged(out, lse, block_out, block_lse):
+    """The outputs of two sets of keys are those of both, weighed by their sums of exponentials
+    (formulas.md 3, "CP")."""
+    total = torch.logaddexp(lse, block_lse)
+    base = total.masked_fill(total == float("-inf"), 0.0)  # neither has seen anything
+    weight, block_weight = (lse - base).exp(), (block_lse - base).exp()
+    return out * weight.unsqueeze(-1) + block_out * block_weight.unsqueeze(-1), total
+
+
+class Blockwise:
+    """A way for ``flash.Attend``: all blocks, one after the other, on one rank's tensors."""
+
+    def __init__(self, call, kernel: BlockKernel) -> None:
+        visible, (batch, heads, num_queries, _) = call.visible, call.query.shape
+        self.kernel = kernel
+        self.blocks = blocks(
+            (batch, heads, num_queries, call.key.shape[2]),
+            causal=visible.causal,
+            window=visible.window,
+            offset=visible.offset,
+            lengths=() if visible.documents is None else visible.documents.lengths,
+            general=visible.general is not None,
+            split=kernel.holds_scores,
+        )
+
+    def forward(self, query, key, value, bias):
+        out, lse = empty_output(query, value, query.dtype)
+        self.kernel.add_forward(self.blocks, query, key, value, bias, out, lse)
+        return out, lse.masked_fill_(lse == float("-inf"), 0.0)
+
+    def backward(self, grad_out, query, key, value, bias, out, lse):
+        grads = [zeros_by_token(x) for x in (query, key, value)]
+        grads.append(None if bias is None else torch.zeros_like(bias))
+        inputs, output = (query, key, value, bias), (grad_out, out, lse)
+        self.kernel.add_backward(self.blocks, inputs, output, grads)
+        return tuple(grads)
+
+
+class CpuFlash(BlockKernel):
     """torch's fused kernel for CPUs: never holds the scores."""
 
     holds_scores = False
     knows_causal = True
+    equal_dims = True
 
     def block_forward(self, block, q, k, v, mask, bias):
         is_causal, options = self._options(block, q, mask)
@@ -96,11 +147,51 @@ class CpuFlash(_Blockwise):
         return block.is_plain_causal, {"attn_mask": mask, "scale": self.scale}
 
 
-class PlainBlocks(_Blockwise):
+class CudaBlocks(BlockKernel):
+    """torch's flash attention for CUDA: causal, or a band."""
+
+    holds_scores = False
+    knows_causal = True
+    equal_dims = True
+
+    def block_forward(self, block, q, k, v, mask, bias):
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *(x.transpose(1, 2) for x in (q, k, v)), None, None, q.shape[2], k.shape[2], 0.0,
+            *self._options(block), scale=self.scale, **self._window(block),
+        )  # fmt: skip
+        return out.transpose(1, 2), lse
+
+    def block_backward(self, block, grad_out, q, k, v, mask, bias, out, lse):
+        no_random = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        grads = torch.ops.aten._flash_attention_backward(
+            *(x.transpose(1, 2) for x in (grad_out, q, k, v, out)), lse.contiguous(),
+            None, None, q.shape[2], k.shape[2], 0.0, self._options(block)[0],
+            no_random, no_random[:0], scale=self.scale, **self._window(block),
+        )  # fmt: skip
+        return *(grad.transpose(1, 2) for grad in grads), None
+
+    def _options(self, block: Block) -> tuple[bool, bool]:
+        """(is_causal, return_debug_mask)"""
+        return block.is_plain_causal, False
+
+    def _window(self, block: Block) -> dict[str, int]:
+        """Flash attention counts from the last key being the last query's; -1: no limit."""
+        if block.window is None:
+            return {"window_size_left": -1, "window_size_right": 0 if block.causal else -1}
+        (q0, q1), (k0, k1) = block.queries, block.keys
+        ahead = (k1 - k0) - (q1 - q0) - block.shift  # of where it puts a query, from where it is
+        return {
+            "window_size_left": block.window - 1 + ahead,
+            "window_size_right": -ahead,  # blocks end with the last key that is seen
+        }
+
+
+class PlainBlocks(BlockKernel):
     """The definition of attention, in fp32 or better, for what no kernel does."""
 
     holds_scores = True
     knows_causal = False
+    equal_dims = False
 
     def block_forward(self, block, q, k, v, mask, bias):
         scores, _ = self._scores(q, k, mask, bias)
@@ -139,7 +230,9 @@ class PlainBlocks(_Blockwise):
         if self.seed is None:
             return 1.0
         generator = torch.Generator(weights.device)
-        generator.manual_seed(self.seed + block.rows[0] * 2**32 + block.queries[0])
+        (q0, k0), row = block.origin, block.rows[0]
+        place = (row, block.queries[0] + q0, block.keys[0] + k0)
+        generator.manual_seed(hash((self.seed, *place)) % 2**63)
         kept = torch.empty_like(weights).bernoulli_(1 - self.dropout, generator=generator)
         return kept.div_(1 - self.dropout)
 
@@ -149,7 +242,15 @@ def _grouped(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[0], key.shape[1], -1, x.shape[-1])
 
 
-def _zeros_by_token(x: torch.Tensor) -> torch.Tensor:
+def empty_output(query, value, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of no block yet: out [B, q, H, Dv] and lse fp32 [B, q, H]."""
+    batch, heads, num_queries, _ = query.shape
+    out = query.new_zeros(batch, num_queries, heads, value.shape[-1], dtype=dtype)
+    sums = torch.promote_types(query.dtype, torch.float32)
+    return out, query.new_full((batch, num_queries, heads), float("-inf"), dtype=sums)
+
+
+def zeros_by_token(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Zeros like [B, H, s, D] that lie in memory as [B, s, H, D], as models make them."""
     batch, heads, num_tokens, depth = x.shape
-    return x.new_zeros(batch, num_tokens, heads, depth).transpose(1, 2)
+    return x.new_zeros(batch, num_tokens, heads, depth, dtype=dtype).transpose(1, 2)

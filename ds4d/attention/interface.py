@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from ds4d.attention.context import Context, attend_over_ranks
 from ds4d.attention.documents import Documents
 from ds4d.attention.kernels import Call, attend
 from ds4d.attention.mask import LazyMask
@@ -33,6 +34,7 @@ def attention(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     documents: Documents | None = None,
+    context: Context | None = None,
     output_attentions: bool | None = False,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
@@ -44,6 +46,8 @@ def attention(
             or to be added to the scores; or None: causal if ``is_causal`` (default: the module's).
         s_aux: attention sinks, [H]; or ``sinks``, [B, H, q, 1].
         documents: attention inside each of them only, whatever else the mask says.
+        context: the tokens are a part of a sequence that a cp group shares, and these are its
+            documents.
 
     Returns:
         [B, q, H, Dv], and None: attention weights never exist.
@@ -58,22 +62,27 @@ def attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     tp = getattr(module, "ds4d_tp", None)
     num_queries, num_keys = lengths = query.shape[2], key.shape[2]
-    if documents is not None:
+    if context is not None:
+        num_queries = num_keys = context.cut.length
+        documents = context.cut.documents
+    elif documents is not None:
         _check_documents(documents, query.shape[0], *lengths)
     if attention_mask is None:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        visible = _unmasked(*lengths, is_causal, sliding_window, documents)
+        visible = _unmasked(num_queries, num_keys, is_causal, sliding_window, documents)
+    elif context is not None:
+        visible = _of_whole(attention_mask, context).visible(documents)
     elif isinstance(attention_mask, LazyMask) and attention_mask.shape[2:] == lengths:
         visible = attention_mask.visible(documents)
     elif isinstance(attention_mask, LazyMask) and _is_of_a_shard(tp, attention_mask, lengths):
         visible = attention_mask.of_whole_sequence(lengths).visible(documents)
     else:
         visible = _given(attention_mask, *lengths, documents)
-    if visible.causal:  # a static cache holds keys that are not there yet
+    if visible.causal and context is None:  # a static cache holds keys that are not there yet
         num_keys = min(num_keys, num_queries + visible.offset)
     call = Call(
         query,
-        key[:, :, :num_keys],
+        key[:, :, :num_keys],  # where a cp group shares a sequence, all of this rank's
         value[:, :, :num_keys],
         visible.simplified(num_queries, num_keys),
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -83,7 +92,15 @@ def attention(
         bias=None if position_bias is None else position_bias[..., :num_keys],
     )
     with own_dropout(tp if dropout else None):
-        return attend(call), None
+        return (attend(call) if context is None else attend_over_ranks(call, context)), None
+
+
+def _of_whole(mask: LazyMask | torch.Tensor, context: Context) -> LazyMask:
+    if not isinstance(mask, LazyMask):
+        raise ValueError(
+            "ds4d.parallel.cp: this model makes its own attention mask, of the tokens of one rank"
+        )
+    return mask.of_cut(context.cut)
 
 
 def _is_of_a_shard(tp: TensorParallel | None, mask: LazyMask, lengths: tuple[int, int]) -> bool:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from ds4d.attention.blockwise import CpuFlash, PlainBlocks
-from ds4d.attention.flash import Attend, CudaFlash, rows_together
+from ds4d.attention.blockwise import BlockKernel, Blockwise, CpuFlash, CudaBlocks, PlainBlocks
+from ds4d.attention.flash import Attend, CudaFlash, Way, rows_together
 from ds4d.attention.visible import Visible
 
 # A mask with at most this many numbers is made whole and given to torch's own attention.
@@ -144,21 +145,32 @@ def _sdpa_drops(call: Call) -> bool:
 # ds4d's own autograd function around flash kernels, or around plain sums.
 
 
-def _fits_cuda_flash(call: Call) -> bool:
-    query, visible = call.query, call.visible
+def _has_cuda_flash(call: Call) -> bool:
+    query = call.query
     return (
         query.device.type == "cuda"
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
         and query.dtype in (torch.float16, torch.bfloat16)
         and call.softcap is None
         and call.bias is None
-        and visible.general is None
-        and visible.causal
-        and visible.offset == 0
-        and query.shape[2] == call.key.shape[2]
+        and call.visible.general is None
         and (wide := max(query.shape[-1], call.value.shape[-1])) <= 256
         and wide % 8 == 0
     )
+
+
+def _fits_cuda_flash(call: Call) -> bool:
+    visible = call.visible
+    return (
+        _has_cuda_flash(call)
+        and visible.causal
+        and visible.offset == 0
+        and call.query.shape[2] == call.key.shape[2]
+    )
+
+
+def _fits_cuda_blocks(call: Call) -> bool:
+    return _has_cuda_flash(call) and not call.dropout
 
 
 def _fits_cpu_flash(call: Call) -> bool:
@@ -166,20 +178,35 @@ def _fits_cpu_flash(call: Call) -> bool:
     return call.query.device.type == "cpu" and is_plain
 
 
-def _run(make: type) -> Callable[[Call], torch.Tensor]:
-    def run(call: Call) -> torch.Tensor:
-        # the operators take it for granted that a head's numbers are neighbours, unasked
-        query, key, value = (rows_together(x) for x in (call.query, call.key, call.value))
-        call = replace(call, query=query, key=key, value=value)
-        return Attend.apply(query, key, value, call.sinks, call.bias, make(call))
+def run_way(call: Call, make: Callable[[Call], Way]) -> torch.Tensor:
+    """Returns: [B, q, H, Dv]."""
+    # the operators take it for granted that a head's numbers are neighbours, unasked
+    query, key, value = (rows_together(x) for x in (call.query, call.key, call.value))
+    call = replace(call, query=query, key=key, value=value)
+    return Attend.apply(query, key, value, call.sinks, call.bias, make(call))
 
-    return run
+
+def _blockwise(make: type[BlockKernel]) -> Callable[[Call], torch.Tensor]:
+    return partial(run_way, make=lambda call: Blockwise(call, make(call)))
 
 
 KERNELS = (
     Kernel("sdpa", _fits_sdpa, _sdpa, equal_dims_on=("cpu",)),
     Kernel("sdpa with a small mask", _fits_masked_sdpa, _masked_sdpa, equal_dims_on=("cpu",)),
-    Kernel("cuda flash", _fits_cuda_flash, _run(CudaFlash), equal_dims_on=("cuda",)),
-    Kernel("cpu flash", _fits_cpu_flash, _run(CpuFlash), equal_dims_on=("cpu",)),
-    Kernel("plain", lambda call: True, _run(PlainBlocks)),
+    Kernel(
+        "cuda flash", _fits_cuda_flash, partial(run_way, make=CudaFlash), equal_dims_on=("cuda",)
+    ),
+    Kernel("cpu flash", _fits_cpu_flash, _blockwise(CpuFlash), equal_dims_on=("cpu",)),
+    Kernel("plain", lambda call: True, _blockwise(PlainBlocks)),
 )
+
+# What computes single blocks, where keys come from several ranks (``ring.py``).
+BLOCK_KERNELS: tuple[tuple[Callable[[Call], bool], type[BlockKernel]], ...] = (
+    (_fits_cuda_blocks, CudaBlocks),
+    (_fits_cpu_flash, CpuFlash),
+    (lambda call: True, PlainBlocks),
+)
+
+
+def block_kernel(call: Call) -> BlockKernel:
+    return next(make for fits, make in BLOCK_KERNELS if fits(call))(call)

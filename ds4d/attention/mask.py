@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_map
 from transformers.masking_utils import causal_mask_function
 
 from ds4d.attention.documents import PADDING, Documents
-from ds4d.attention.pattern import describe
+from ds4d.attention.pattern import describe, of_whole
 from ds4d.attention.visible import Visible
+from ds4d.context_parallel import Cut
 
 
 class LazyMask:
@@ -76,6 +77,19 @@ class LazyMask:
             )
             assert self.padding is None and not self.q_offset, "a shard with padding or a cache"
             self._whole = whole
+        return self._whole
+
+    def of_cut(self, cut: Cut) -> "LazyMask":
+        """The same mask for a whole sequence, of which a rank has a part. Made once."""
+        if self._whole is None:
+            if self.padding is not None or self.q_offset or self.kv_offset:
+                raise ValueError("ds4d.parallel.cp: a part of a sequence with padding or a cache")
+            self._whole = LazyMask(
+                of_whole(self.function, cut.positions),
+                (*self.shape[:2], cut.length, cut.length),
+                use_vmap=self.use_vmap,
+                device=self.device,
+            )
         return self._whole
 
     def block(

@@ -47,6 +47,41 @@ def describe(mask_function: Callable) -> Pattern:
     return read(*(cell.cell_contents for cell in mask_function.__closure__ or ()))
 
 
+def of_whole(mask_function: Callable, positions: torch.Tensor | None) -> Callable:
+    """The mask function of a whole sequence, given that of some of its tokens.
+
+    Args:
+        positions: int64 [B, S], of the whole; None: they count up. Packed sequences, which follow
+            from them, are left out: they are known as documents.
+
+    Raises:
+        ValueError: it is made from tensors that nobody knows the whole of.
+    """
+    base = _without_tokens(mask_function) or hf.bidirectional_mask_function
+    if positions is None or describe(base).exact:
+        return base
+    return hf.remap_positions_for_packed_sequence(base, positions)
+
+
+def _without_tokens(mask_function: Callable) -> Callable | None:
+    """A mask function without what it knows of single tokens. None: nothing else is left."""
+    name = _NAMES.get(getattr(mask_function, "__code__", None))
+    inside = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
+    if name == "packed_sequence_mask_function":
+        return None
+    if name == "remap_positions_for_packed_sequence":
+        return _without_tokens(inside[0])
+    if name == "and_masks":
+        parts = [part for each in inside[0] if (part := _without_tokens(each)) is not None]
+        return hf.and_masks(*parts) if parts else None
+    if name is None and any(isinstance(each, torch.Tensor) for each in inside):
+        raise ValueError(
+            "ds4d.parallel.cp: this model makes an attention mask from the tokens of one rank "
+            f"({getattr(mask_function, '__qualname__', mask_function)})"
+        )
+    return mask_function
+
+
 def _both(a: Pattern, b: Pattern) -> Pattern:
     windows = [w for w in (a.window, b.window) if w is not None]
     return Pattern(
@@ -101,8 +136,6 @@ def _code(name: str, arguments: tuple | None) -> CodeType:
     return (function if arguments is None else function(*arguments)).__code__
 
 
-_READERS = {
-    _code(name, arguments): (captured, read)
-    for name, arguments, captured, read in _KNOWN
-    if hasattr(hf, name)
-}
+_CODES = {name: _code(name, arguments) for name, arguments, *_ in _KNOWN if hasattr(hf, name)}
+_READERS = {_CODES[name]: (names, read) for name, _, names, read in _KNOWN if name in _CODES}
+_NAMES = {code: name for name, code in _CODES.items()}

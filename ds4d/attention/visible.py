@@ -72,6 +72,8 @@ class Block:
         window: with ``causal``, and only if j > i + shift - window.
         runs: lengths of the runs of a square block that must not see each other.
         general: the rest of the mask has to be evaluated.
+        origin: of the tensors' queries and keys in the sequence, for that.
+        first: no block before has these queries: its result is theirs, or is merged.
     """
 
     rows: Range
@@ -82,12 +84,26 @@ class Block:
     window: int | None = None
     runs: tuple[int, ...] = ()
     general: bool = False
+    origin: tuple[int, int] = (0, 0)
+    first: bool = True
 
     @property
     def is_plain_causal(self) -> bool:
         """The lower triangle of a square: what kernels know by a flag."""
         is_plain = self.window is None and not self.runs and not self.general
-        return is_plain and self.causal and self.shift == 0 and self.queries == self.keys
+        return is_plain and self.is_square
+
+    @property
+    def is_whole(self) -> bool:
+        """Every query sees every key."""
+        is_plain = self.window is None and not self.runs and not self.general
+        return is_plain and not self.causal
+
+    @property
+    def is_square(self) -> bool:
+        """On the diagonal: the first query is the first key's, and so on."""
+        (q0, q1), (k0, k1) = self.queries, self.keys
+        return self.causal and self.shift == 0 and q1 - q0 == k1 - k0
 
 
 # A block of scores has at most about this many numbers over its rows and heads: memory stays
@@ -126,7 +142,7 @@ def blocks(
         if window is not None and causal and window >= queries[1] - queries[0] + offset:
             whole = replace(whole, window=None)
         needs_mask = whole.window is not None or general
-        found += _cut(whole, heads) if split or needs_mask else [whole]
+        found += cut_block(whole, heads) if split or needs_mask else [whole]
     return tuple(found)
 
 
@@ -148,7 +164,7 @@ def _group(start: int, group: list[int], row_tokens: int) -> tuple[Range, Range,
     return (row, row + 1), (first, first + sum(group)), runs
 
 
-def _cut(block: Block, heads: int) -> Iterator[Block]:
+def cut_block(block: Block, heads: int) -> Iterator[Block]:
     """Cuts a block by rows and queries to SCORES, and leaves out the keys that no query sees.
 
     A group of short runs is small enough and stays whole.
@@ -222,7 +238,11 @@ def block_mask(block: Block, general: General | None, device: torch.device) -> t
     """
     if not block.general:
         return positional_mask(block, device)
-    mask = general(block.rows, block.queries, block.keys)
+    queries, keys = (
+        (start + by, stop + by)
+        for (start, stop), by in zip((block.queries, block.keys), block.origin)
+    )
+    mask = general(block.rows, queries, keys)
     if not block.runs:
         return mask  # it says what causality and window say
     together = positional_mask(block, device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
-from ds4d.config.types import ParallelConfig
+from ds4d.config.types import ContextConfig, ParallelConfig
 
 AXES = ("pp", "dp", "cp", "tp")
 
@@ -60,3 +60,20 @@ def group_ranks(name: str, parallel: ParallelConfig) -> list[list[int]]:
         places = (Coordinate(**coordinate, **dict(zip(names, m))) for m in members)
         groups.append(sorted(rank_of(place, parallel) for place in places))
     return groups
+
+
+def context_ranks(parallel: ParallelConfig, context: ContextConfig) -> dict[str, list[list[int]]]:
+    """The groups of "ulysses", neighbours in each cp group, and of "ring", across those."""
+    size = ulysses_size(parallel.cp, context)
+    lists = group_ranks("cp", parallel)
+    return {
+        "ulysses": [
+            ranks[start : start + size] for ranks in lists for start in range(0, len(ranks), size)
+        ],
+        "ring": [ranks[start::size] for ranks in lists for start in range(size)],
+    }
+
+
+def ulysses_size(cp: int, context: ContextConfig) -> int:
+    """Ranks that exchange heads: 1 is a ring alone, cp none."""
+    return {"ring": 1, "ulysses": cp, "hybrid": context.ulysses_size}[context.method]

@@ -29,6 +29,7 @@ WITHOUT_EFFECT = {
             "monitor.timeline_step": "pp",
             "context.method": "cp",
             "context.ulysses_size": "cp",
+            "context.exchange": "cp",
             "parallel.tp_overlap": "tp",
         }.items()
     },

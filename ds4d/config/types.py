@@ -166,7 +166,12 @@ class ContextConfig:
     """"ring": keys and values travel. "ulysses": all-to-all over heads. "hybrid": both."""
 
     ulysses_size: Count | None = None
-    """Ranks of the all-to-all inside the ring ("hybrid")."""
+    """Ranks of the all-to-all inside the ring ("hybrid"): those of one host, or fewer. Absent: all
+    that divide ``parallel.cp`` and share the attention heads evenly, but for a ring of two."""
+
+    exchange: Literal["auto", "p2p", "all_gather"] = "auto"
+    """How keys and values travel in the ring. "p2p": each to those who need them, beside the
+    computation. "all_gather": all at once. "auto": all at once where a rank has few tokens."""
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,15 @@ Letters: B sequences in the micro-batch, s tokens of a sequence on this rank (S 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from ds4d.attention.documents import Documents
+
+if TYPE_CHECKING:
+    from ds4d.context_parallel import Cut
 
 IGNORE = -100  # a target that is not counted, as everywhere in Hugging Face
 
@@ -23,13 +27,15 @@ class MicroBatch:
         ``IGNORE`` where nothing is counted (padding, the last token of a document).
     position_ids: int64 [B, s], restarting at each document.
     documents: None when no row holds more than one document and nothing is padded: plain causal
-        attention.
+        attention. Also None where there is a cut, which has those of the whole rows.
+    cut: where the tokens of this rank stand among those of its cp group; None: it has them all.
     """
 
     input_ids: torch.Tensor
     targets: torch.Tensor
     position_ids: torch.Tensor
     documents: Documents | None = None
+    cut: Cut | None = None
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         return replace(
@@ -38,6 +44,7 @@ class MicroBatch:
             targets=self.targets.to(device, non_blocking=True),
             position_ids=self.position_ids.to(device, non_blocking=True),
             documents=None if self.documents is None else self.documents.to(device),
+            cut=None if self.cut is None else self.cut.to(device),
         )
 
     def padded(self, multiple: int) -> "MicroBatch":
@@ -70,4 +77,5 @@ class MicroBatch:
             targets=self.targets.pin_memory(),
             position_ids=self.position_ids.pin_memory(),
             documents=documents,
+            cut=None if self.cut is None else self.cut.pin_memory(),
         )

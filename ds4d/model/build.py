@@ -22,6 +22,8 @@ from torch.utils.checkpoint import (
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ds4d import comm  # noqa: F401 (its operators)
+from ds4d.attention import context
+from ds4d.attention.context import ContextParallel
 from ds4d.config.types import ModelConfig
 from ds4d.model.config import model_folder
 from ds4d.model.initial import InitialValues
@@ -50,6 +52,8 @@ KEPT = frozenset(
         torch.ops.ds4d.all_reduce.default,
         torch.ops.ds4d.reduce_scatter.default,
         torch.ops.ds4d.gather_last.default,
+        torch.ops.ds4d.all_to_all.default,
+        torch.ops.ds4d.attend_over_ranks.default,
     }
 )
 
@@ -65,6 +69,7 @@ def build_model(
     recompute: str = "none",
     partition: Callable[[nn.Module], None] | None = None,
     tp: TensorParallel | None = None,
+    cp: ContextParallel | None = None,
     cut: Callable[[PreTrainedModel], Any] | None = None,
 ) -> PreTrainedModel:
     """Build the model in train mode, with its weights read or drawn.
@@ -78,6 +83,7 @@ def build_model(
         partition: gets each module that owns parameters as soon as these are filled; modules
             below it had their turn. A tied parameter is there once, in the module that comes first.
         tp: whose rank's part is built; None: one rank's, which is the whole model.
+        cp: the ranks that share a sequence; None: a rank has whole ones.
         cut: takes away what this rank of a pipeline does not hold; nothing of that is made.
 
     Raises:
@@ -90,6 +96,8 @@ def build_model(
     tp = TensorParallel(NoGroup()) if tp is None else tp
     tp.recompute = recompute
     inject(built, tp)
+    if cp is not None:
+        context.install(built, cp)
     if cut is not None:
         cut(built)
     logical = logical_model(config)

@@ -1,0 +1,143 @@
+"""Attention of one rank's tokens over those of its whole cp group.
+
+Letters: B sequences, H heads, K key/value heads, S tokens of a sequence, s of them on this rank, D
+head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ds4d.attention import ulysses
+from ds4d.attention.kernels import Call, attend, block_kernel, run_way
+from ds4d.attention.pairs import Seen
+from ds4d.attention.ring import Gathered, Ring
+from ds4d.context_parallel import Cut
+
+# With so few tokens on a rank all keys are gathered at once: a step of the ring would be shorter
+# than what it takes to begin one.
+GATHERED_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """Attributes:
+    ring, ulysses: this rank's groups: ring x ulysses = cp.
+    exchange: of keys and values in the ring: "p2p", "all_gather", or "auto".
+    """
+
+    ring: dist.ProcessGroup
+    ulysses: dist.ProcessGroup
+    exchange: str = "auto"
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """Goes through the model to every attention, as a keyword argument."""
+
+    cut: Cut
+    parallel: ContextParallel
+
+
+def attend_over_ranks(call: Call, context: Context) -> Tensor:
+    """Args:
+    call: of this rank's tokens; but what is ``visible`` is said of the whole sequence.
+
+    Returns:
+        [B, s, H, Dv].
+
+    Collective: cp.
+    """
+    if call.bias is not None:
+        raise ValueError(
+            "ds4d.parallel.cp: this model adds a bias to the scores of every query and key, which "
+            "is made from the tokens of one rank"
+        )
+    group = context.parallel.ulysses
+    if group.size() == 1:
+        return _along_ring(call, context)
+    query, key, value = ulysses.to_heads(call.query, call.key, call.value, group)
+    sinks = None if call.sinks is None else ulysses.own_heads(call.sinks, -1, group)
+    call = replace(call, query=query, key=key, value=value, sinks=sinks)
+    out = _along_ring(call, context)  # [B, u * s, H / u, Dv]
+    return ulysses.to_tokens(out.transpose(1, 2), group).transpose(1, 2)
+
+
+def _along_ring(call: Call, context: Context) -> Tensor:
+    cut, visible = context.cut, call.visible
+    if cut.spans == (((0, cut.length),),):
+        return attend(call)
+    (batch, heads, num_tokens, _), documents = call.query.shape, visible.documents
+    way = Gathered if _gathers(num_tokens, context.parallel.exchange) else Ring
+
+    def make(call: Call) -> Gathered | Ring:
+        kernel = block_kernel(call)
+        seen = Seen(
+            batch,
+            heads,
+            cut.length,
+            causal=visible.causal,
+            window=visible.window,
+            lengths=() if documents is None else documents.lengths,
+            general=visible.general is not None,
+            split=kernel.holds_scores,
+        )
+        return way(kernel, cut.spans, seen, context.parallel.ring)
+
+    return run_way(call, make)
+
+
+def _gathers(num_tokens: int, exchange: str) -> bool:
+    return exchange == "all_gather" or (exchange == "auto" and num_tokens <= GATHERED_TOKENS)
+
+
+def install(model: PreTrainedModel, parallel: ContextParallel) -> None:
+    """Make a model ready for parts of sequences. It enters attention with the inputs
+    (``loss.model_inputs``); what else needs the whole sequence are rotary scales that follow from
+    its length, which transformers takes from the largest position."""
+    for entrance in {model, model.base_model}:  # a pipeline's stages have no use for the head
+        entrance.ds4d_cp = parallel
+    scale = _LongestPosition()
+    model.base_model.register_forward_pre_hook(scale.begin, with_kwargs=True)
+    for module in model.modules():
+        if _follows_length(module):
+            module.register_forward_pre_hook(scale.append, with_kwargs=True)
+            module.register_forward_hook(scale.remove)
+
+
+def _follows_length(module: nn.Module) -> bool:
+    kind = getattr(module, "rope_type", None)  # of each kind of layer, in some models
+    kinds = kind.values() if isinstance(kind, dict) else [kind]
+    return any("dynamic" in str(each) or each == "longrope" for each in kinds)
+
+
+class _LongestPosition:
+    """Lets rotary embeddings see one more token, at the sequence's largest position."""
+
+    def begin(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._context: Context | None = kwargs.get("context")
+
+    def append(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        if self._context is None:
+            return None
+        if "position_ids" in kwargs:
+            return args, kwargs | {"position_ids": self._longer(kwargs["position_ids"])}
+        x, position_ids, *others = args
+        return (x, self._longer(position_ids), *others), kwargs
+
+    def _longer(self, position_ids: Tensor) -> Tensor:
+        last = self._context.cut.last_position.expand(*position_ids.shape[:-1], 1)
+        return torch.cat([position_ids, last], dim=-1)
+
+    def remove(self, _module: nn.Module, _args: tuple, output: Tensor | tuple[Tensor, ...]):
+        if self._context is None:
+            return None
+        if isinstance(output, Tensor):
+            return output[..., :-1, :]
+        return tuple(x[..., :-1, :] for x in output)
