@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ds4d.attention import ulysses
 from ds4d.attention.kernels import Call, attend, block_kernel, run_way
+from ds4d.attention.mask import carry
 from ds4d.attention.pairs import Seen
 from ds4d.attention.ring import Gathered, Ring
 from ds4d.context_parallel import Cut
@@ -98,17 +99,18 @@ def _gathers(num_tokens: int, exchange: str) -> bool:
 
 
 def install(model: PreTrainedModel, parallel: ContextParallel) -> None:
-    """Make a model ready for parts of sequences. It enters attention with the inputs
-    (``loss.model_inputs``); what else needs the whole sequence are rotary scales that follow from
-    its length, which transformers takes from the largest position."""
+    """Make a model ready for parts of sequences. A ``Context`` enters it with the inputs
+    (``loss.model_inputs``) and goes to attention, and to rotary scales that follow from the
+    sequence's length, which transformers takes from the largest position."""
     for entrance in {model, model.base_model}:  # a pipeline's stages have no use for the head
         entrance.ds4d_cp = parallel
-    scale = _LongestPosition()
-    model.base_model.register_forward_pre_hook(scale.begin, with_kwargs=True)
+    forward = _ForwardPass()
+    model.base_model.register_forward_pre_hook(forward.begin, with_kwargs=True)
+    model.base_model.register_forward_hook(forward.end, always_call=True)
     for module in model.modules():
         if _follows_length(module):
-            module.register_forward_pre_hook(scale.append, with_kwargs=True)
-            module.register_forward_hook(scale.remove)
+            module.register_forward_pre_hook(forward.append, with_kwargs=True)
+            module.register_forward_hook(forward.remove)
 
 
 def _follows_length(module: nn.Module) -> bool:
@@ -117,11 +119,18 @@ def _follows_length(module: nn.Module) -> bool:
     return any("dynamic" in str(each) or each == "longrope" for each in kinds)
 
 
-class _LongestPosition:
-    """Lets rotary embeddings see one more token, at the sequence's largest position."""
+class _ForwardPass:
+    """Hooks. Rotary embeddings see one more token, at the sequence's largest position."""
+
+    _context: Context | None = None
 
     def begin(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._context: Context | None = kwargs.get("context")
+        self._context = kwargs.get("context")
+        carry(self._context)
+
+    def end(self, _module: nn.Module, args: tuple, output: Any) -> None:
+        self._context = None
+        carry(None)
 
     def append(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         if self._context is None:

@@ -62,6 +62,7 @@ def attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     tp = getattr(module, "ds4d_tp", None)
     num_queries, num_keys = lengths = query.shape[2], key.shape[2]
+    context = getattr(attention_mask, "context", None) if context is None else context
     if context is not None:
         num_queries = num_keys = context.cut.length
         documents = context.cut.documents

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,7 @@ class LazyMask:
     Attributes:
         padding: bool [B, at least kv_offset + k], False at padding; None if nothing is padded.
         pattern: what is known about the function.
+        context: see ``carry``.
     """
 
     dtype = torch.bool
@@ -63,6 +65,7 @@ class LazyMask:
         self.padding: torch.Tensor | None = None
         self.use_vmap = use_vmap
         self.device = torch.device(device)
+        self.context = _carried[-1]
         self._visible: tuple[Documents | None, Visible] | None = None
         self._whole: LazyMask | None = None
 
@@ -175,6 +178,15 @@ class LazyMask:
             lambda x: x.dense() if isinstance(x, LazyMask) else x, (args, kwargs or {})
         )
         return function(*args, **kwargs)
+
+
+# Not all models hand keyword arguments down to attention; masks they do.
+_carried: list[Any] = [None]
+
+
+def carry(context: Any) -> None:
+    """All masks made from here on, until it is called again, have this as their ``context``."""
+    _carried[-1] = context
 
 
 def _by_broadcast(function: Callable, batch, head, q, k) -> torch.Tensor:

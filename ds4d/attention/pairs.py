@@ -44,7 +44,8 @@ class Seen(NamedTuple):
 @dataclass(frozen=True)
 class Pair:
     """Attributes:
-    keys: ranges of the keys, as they lie at their place, that any query sees.
+    keys: ranges of the keys, as they lie at their place, that any query sees. Of the whole
+        sequence all, and of a place's own: there each is seen by itself at least.
     blocks: queries are counted as they lie at their place, keys in ``keys``, one after the other.
     """
 
@@ -78,7 +79,9 @@ def pair(queries: Spans, keys: Spans, seen: Seen) -> Pair:
     if queries == keys and ascending and seen.causal and seen.window is None and not seen.general:
         return _own(queries, seen)
     pieces = list(_pieces(queries, keys, seen))
-    needed = _union((p.key_at, p.key_at + p.keys[1] - p.keys[0]) for p in pieces)
+    needed = keys
+    if keys != ((0, seen.length),):
+        needed = _union((p.key_at, p.key_at + p.keys[1] - p.keys[0]) for p in pieces)
     found = [_block(piece, needed, seen) for piece in pieces]
     if not seen.general:
         found = _joined(found)
