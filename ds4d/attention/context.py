@@ -88,6 +88,7 @@ def _along_ring(call: Call, context: Context) -> Tensor:
             lengths=() if documents is None else documents.lengths,
             general=visible.general is not None,
             split=kernel.holds_scores,
+            cut_windows=not kernel.knows_windows,
         )
         return way(kernel, cut.spans, seen, context.parallel.ring)
 
