@@ -112,7 +112,9 @@ def _own(spans: Spans, seen: Seen) -> Pair:
         general=False,
         split=seen.split,
     )
-    return Pair(((0, size),), found)
+    # its stretches have no one origin; this is one that no other pair's blocks have (for dropout)
+    origin = (seen.length, seen.length)
+    return Pair(((0, size),), Blocks(replace(block, origin=origin) for block in found))
 
 
 def _pieces(queries: Spans, keys: Spans, seen: Seen) -> Iterator[_Piece]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from ds4d.attention import flash_blocks, flash_ops
+from ds4d.attention import flash_blocks, flash_ops, visible
 from ds4d.attention.blockwise import CpuFlash, PlainBlocks
 from ds4d.attention.documents import Documents
 from ds4d.attention.flash_blocks import CudaBlocks
@@ -176,6 +177,40 @@ def test_merging_in_bf16_is_as_near_as_one_call(kernel, installed):
     for x, single, merged in zip(exact, one, eight):
         assert merged.dtype == torch.bfloat16
         assert (merged - x).norm() <= 1.5 * (single - x).norm()
+
+
+@pytest.mark.parametrize("seen", ["causal", "documents, window"])
+def test_dropout_in_a_ring(seen, monkeypatch):
+    """The same weights are dropped in the backward pass: out is linear in the values, so that the
+    slope is the difference. No two blocks of a place draw the same numbers."""
+    monkeypatch.setattr(visible, "SCORES", 2**12)  # many blocks
+    for cached in (pair, visible.blocks):
+        cached.cache_clear()
+    call = make_call(VISIBLE[seen](), {"dropout": 0.3})
+    direction = torch.randn_like(call.value)
+    kernel, spans = PlainBlocks(call), (((0, 64),), ((64, S),))
+
+    def out(value: torch.Tensor) -> torch.Tensor:
+        ring = _AllPlaces(kernel, spans, call)
+        return run_way(replace(call, value=value), lambda _: ring)
+
+    seed = torch.randn(2, S, 4, 8, dtype=torch.float64)
+    ours = out(call.value)
+    assert (ours - definition(call)).norm() > 0.1 * ours.norm()
+    (dv,) = torch.autograd.grad(ours, call.value, seed)
+    difference = ((out(call.value + direction) - ours) * seed).sum()
+    torch.testing.assert_close((dv * direction).sum(), difference)
+
+    ring = _AllPlaces(kernel, spans, call)
+    for place in spans:
+        drawn = [
+            (block.rows[0], block.queries[0] + block.origin[0], block.keys[0] + block.origin[1])
+            for other in spans
+            for block in pair(place, other, ring.seen).blocks
+        ]
+        assert len(drawn) == len(set(drawn))
+    for cached in (pair, visible.blocks):
+        cached.cache_clear()
 
 
 def test_many_short_documents_are_one_launch(installed):
