@@ -109,10 +109,16 @@ def installed(request, monkeypatch):
     flash_ops._has_package.cache_clear()
 
 
-@pytest.mark.parametrize("cut", CUTS)
+CASES = [
+    *(("torch", cut) for cut in CUTS),
+    ("flash_attn", "zigzag"),
+    *((kernel, cut) for kernel in ("cpu", "plain") for cut in ("zigzag", "not in order")),
+]
+
+
+@pytest.mark.parametrize("kernel, cut", CASES)
 @pytest.mark.parametrize("seen", SEEN)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_all_places_together_are_attention(kernel, seen, cut, installed):
+def test_all_places_together_are_attention(seen, kernel, cut, installed):
     """Out and every gradient; grouped heads, sinks and softcap."""
     ops, make = KERNELS[kernel]
     installed(ops)
