@@ -29,11 +29,7 @@ LAYERS = 2
 HIDDEN = 64  # where there are no heads
 
 HEADS = (
-    # heads, the heads that they share; of attention first
-    ("num_attention_heads", "num_key_value_heads"),
-    ("num_attention_heads", "num_kv_heads"),
-    ("num_attention_heads", "num_query_groups"),
-    ("num_attention_heads", "kv_n_heads"),
+    # heads, the heads that they share; those of most models' attention are in SHARED
     ("swa_num_attention_heads", "swa_num_key_value_heads"),
     ("encoder_attention_heads", None),
     ("decoder_attention_heads", None),
@@ -49,6 +45,7 @@ HEADS = (
     ("n_mamba_heads", "mamba_ngroups"),
     ("heads_per_ngram", None),
 )
+SHARED = ("num_key_value_heads", "num_kv_heads", "num_query_groups", "kv_n_heads")
 HEADS_OF_LAYER = "num_attention_heads_per_layer"
 # total, count, size: where total = count x size, it stays so.
 PRODUCTS = (
@@ -72,8 +69,9 @@ WIDTH = re.compile(
     r".*hidden_size.*|.*intermediate_size.*|.*ffn_dim|.*_rank|.*embedding_size|.*embed_dim|.*_lowrank"
     r"|n_embd|d_model|n_inner|dff|dim_ff|d_inner|emb_dim|embedding_dim|dim|d_rel|lru_width"
     r"|word_embed_proj_dim|feed_forward_size|mamba_d_ssm|moe_latent_size|dim_model_base"
-    r"|block_multiple_of|prompt_mid_dim|axial_pos_embds_dim"
+    r"|block_multiple_of|prompt_mid_dim|adapter_in_dim|adapter_input_size|axial_pos_embds_dim"
 )
+WIDTH_OF_TEXT = re.compile(r"adapter_out_dim|out_hidden_size|text_hidden_size")  # of a part's output
 EXPERTS = re.compile(r"(moe_)?num_(local_)?experts|n_routed_experts|num_experts")
 TOP_K = re.compile(r"num_experts_per_(tok|token)|moe_top_?k|moe_k|top_k_experts")
 EXPERT_GROUPS = re.compile(r"n_group|num_expert_group")
@@ -83,7 +81,7 @@ NO_VOCABULARY = re.compile(r"type_vocab_size|task_type_vocab_size|make_.*")
 CAPS = (
     # at most this much of what
     (8, r".*sliding_window|sliding_window_size|.*window_size|.*window_len|local_attention"),
-    (16, r"attention_chunk_size|(mamba_)?chunk_size|floor_scale|log_scaling_n_floor"),
+    (16, r"compress_rates|attention_chunk_size|(mamba_)?chunk_size|floor_scale|log_scaling_n_floor"),
     (8, r"keep_window_size|index_topk|indexer_budget|rel_extent|index_block_size"),
     (2, r"index_topk_blocks|zero_expert_num|num_shared_experts|n_shared_experts"),
     (4, r"block_size|o_groups"),
@@ -105,6 +103,7 @@ class Sizes:
         hidden, small_hidden: the hidden size before and after.
         head_scale: of sizes of heads. width_scale: of all other widths.
         tokens: what has become of special tokens beyond the small vocabulary.
+        text: the sizes of the text model that this is a part beside.
     """
 
     heads: tuple[int, int]
@@ -114,6 +113,7 @@ class Sizes:
     width_scale: Fraction
     vocabulary: int
     tokens: dict[int, int] = field(default_factory=dict)
+    text: Sizes | None = None
 
     def head_size(self, value: int) -> int:
         return _rounded(value * self.head_scale, 4)
@@ -137,8 +137,6 @@ def shrunken(config: PreTrainedConfig, *, layers: int | None = None) -> PreTrain
     Raises:
         ValueError: the family's config has no sizes that could be made smaller.
     """
-    if config.model_type in NO_GRIP:
-        raise ValueError(f"{config.model_type}: {NO_GRIP[config.model_type]}")
     return _shrunken(config, layers or LAYERS, None)
 
 
@@ -156,8 +154,11 @@ def _shrunken(config: PreTrainedConfig, layers: int, outer: Sizes | None) -> Pre
     for name in config.sub_configs:
         inner = getattr(config, name, None)
         if isinstance(inner, PreTrainedConfig):
-            of_text = inner is config.get_text_config(decoder=True)
+            of_text = config.get_text_config(decoder=True) in (inner, config)
             small[name] = _shrunken(inner, layers if of_text else LAYERS, sizes).to_dict()
+    for name, value in MISSING.get(config.model_type, {}).items():
+        if small.get(name) in (None, {}):
+            small[name] = (value * len(stay))[: len(stay)] if name == "layer_types" else value
     if quirk := QUIRKS.get(config.model_type):
         quirk(config, small)
     return type(config).from_dict(small)
@@ -206,8 +207,8 @@ def _sizes(config: PreTrainedConfig, outer: Sizes | None) -> Sizes:
         small = min(hidden, HIDDEN)
         scale = Fraction(HEAD_DIM, max(_get(config, "head_dim") or HEAD_DIM, HEAD_DIM))
         sizes = (1, 1), hidden, small, scale, Fraction(small, hidden)
-        return Sizes(*sizes, vocabulary, tokens)
-    shared = _get(config, "num_key_value_heads") or heads
+        return Sizes(*sizes, vocabulary, tokens, outer)
+    shared = _shared_heads(config) or heads
     few, _ = _few_heads(heads, shared)
     head_dim = _get(config, "head_dim") or hidden // heads
     small_dim = min(head_dim, _head_dim(config))
@@ -218,9 +219,15 @@ def _sizes(config: PreTrainedConfig, outer: Sizes | None) -> Sizes:
         small = _rounded(Fraction(hidden * few * small_dim, heads * head_dim), step)
         small += step * (small == few * small_dim)
     scale = Fraction(small_dim, head_dim)
-    return Sizes(
-        (heads, shared), hidden, small, scale, Fraction(small, hidden), vocabulary, tokens
-    )
+    sizes = (heads, shared), hidden, small, scale, Fraction(small, hidden)
+    return Sizes(*sizes, vocabulary, tokens, outer)
+
+
+def _shared_heads(config: PreTrainedConfig) -> int | None:
+    """Key/value heads, of the config or of the part of it that is about attention."""
+    parts = [config, getattr(config, "attn_config", None)]
+    found = (_get(part, name) for part in parts if part for name in SHARED)
+    return next((number for number in found if number), None)
 
 
 def _sizes_of_parts(config: PreTrainedConfig) -> Sizes:
@@ -256,6 +263,8 @@ def _smaller(name: str, value: Any, config: PreTrainedConfig, sizes: Sizes) -> A
         return _rope(value, config, sizes)
     if name == "per_layer_config":
         return {key: _own_of_layer(own, config, sizes) for key, own in value.items()}
+    if isinstance(value, dict) and name == "compress_rates":
+        return {key: _smaller(name, rate, config, sizes) for key, rate in value.items()}
     if isinstance(value, (list, tuple)):
         return [_smaller(name, item, config, sizes) for item in value]
     if not isinstance(value, int) or value < 0:
@@ -266,6 +275,8 @@ def _smaller(name: str, value: Any, config: PreTrainedConfig, sizes: Sizes) -> A
         return sizes.token(value)
     if VOCABULARIES.fullmatch(name) and not NO_VOCABULARY.fullmatch(name):
         return min(value, VOCABULARY)
+    if sizes.text and WIDTH_OF_TEXT.fullmatch(name):
+        return sizes.text.width(value)
     if HEAD_SIZE.fullmatch(name):
         return sizes.head_size(value)
     if WIDTH.fullmatch(name):
@@ -293,10 +304,12 @@ def _keep_relations(
 
     if _get(config, "hidden_size"):
         put("hidden_size", sizes.small_hidden)
+    few, few_shared = _few_heads(*sizes.heads)
+    put("num_attention_heads", few)
+    for name in SHARED:
+        put(name, few_shared if _get(config, name) == sizes.heads[1] else few)
     for heads, shared in HEADS:
-        of_attention = heads == "num_attention_heads"
-        many = _get(config, heads) or (sizes.heads[0] if of_attention else None)
-        if many:
+        if many := _get(config, heads):
             few, few_shared = _few_heads(many, shared and _get(config, shared))
             put(heads, few)
             if shared and _get(config, shared):
@@ -308,7 +321,7 @@ def _keep_relations(
             small[total] = now.after(count) * now.after(size)
     for count, size, factor in EXPANDED:
         expanded = now.before(factor) * sizes.hidden
-        if now.before(count) and now.before(count) * now.before(size) == expanded:
+        if expanded and now.before(count) * now.before(size) == expanded:
             small[size] = now.before(factor) * sizes.small_hidden // now.after(count)
     for total, parts in SUMS.items():
         if total in fields and all(part in fields for part in parts):
@@ -403,6 +416,60 @@ def _sections(sections: list[int], total: int) -> list[int]:
     return few
 
 
-Quirk = Callable[[PreTrainedConfig, dict[str, Any]], None]
-QUIRKS: dict[str, Quirk] = {}
-NO_GRIP: dict[str, str] = {}
+# What a family's default config leaves out though its model needs it. Lists go on as they begin.
+MISSING: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM,
+        "indexer_budget": 8, "indexer_compress_ratio": 4,
+    },
+}  # fmt: skip
+
+
+def _blt(config: PreTrainedConfig, small: dict[str, Any]) -> None:
+    """The global model is as wide as the keys of a patch together."""
+    encoder, decoder, whole = (small[f"{n}_config"] for n in ("encoder", "decoder", "global"))
+    width = encoder["hidden_size"] * config.cross_attn_k
+    encoder["hidden_size_global"] = decoder["hidden_size_global"] = whole["hidden_size"] = width
+    whole["head_dim"] = width // whole["num_attention_heads"]
+
+
+def _dbrx(config: PreTrainedConfig, small: dict[str, Any]) -> None:
+    for name, value in (("rope_theta", 10000.0), ("clip_qkv", 8.0)):
+        if small["attn_config"].get(name) is None:
+            small["attn_config"][name] = value
+
+
+def _hrm_text(config: PreTrainedConfig, small: dict[str, Any]) -> None:
+    """``num_hidden_layers`` counts how often a layer is called."""
+    calls = config.H_cycles * (config.L_cycles + 1)
+    small["num_layers_per_stack"] = small["num_hidden_layers"]
+    small["num_hidden_layers"] *= calls
+
+
+def _inkling2_loop_text(config: PreTrainedConfig, small: dict[str, Any]) -> None:
+    small["n_layers_per_attn_res_block"] = 1  # the loop begins and ends between blocks
+
+
+def _reformer(config: PreTrainedConfig, small: dict[str, Any]) -> None:
+    """It trains on as many tokens as the table of positions has, and no others."""
+    small["axial_pos_shape"], small["max_position_embeddings"] = [8, 8], 64
+
+
+def _xmod(config: PreTrainedConfig, small: dict[str, Any]) -> None:
+    small["default_language"] = config.default_language or config.languages[0]
+
+
+QUIRKS: dict[str, Callable[[PreTrainedConfig, dict[str, Any]], None]] = {
+    "blt": _blt,
+    "dbrx": _dbrx,
+    "hrm_text": _hrm_text,
+    "inkling2_loop_text": _inkling2_loop_text,
+    "reformer": _reformer,
+    "xmod": _xmod,
+}
