@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import re
 from copy import deepcopy
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ds4d.model.shrink_layers import cut_layers, layer_lists, layers_that_stay
+from ds4d.model.shrink_layers import cut_layers, layers_that_stay
+from ds4d.model.shrink_quirks import MISSING, QUIRKS
+from ds4d.model.shrink_rope import few_positions, head_dim_that_fits, small_rope
 
 VOCABULARY = 256
 POSITIONS = 512
-ORIGINAL_POSITIONS = 32  # of a rope that was stretched, so that few tokens go beyond them
 HEAD_DIM = 16
 MOST_QUERIES_PER_KEY = 8
 LAYERS = 2
+LAYERS_OF_PART = 1  # beside the text model, and another number, to tell them apart
 HIDDEN = 64  # where there are no heads
 
 HEADS = (
@@ -46,6 +47,7 @@ HEADS = (
     ("heads_per_ngram", None),
 )
 SHARED = ("num_key_value_heads", "num_kv_heads", "num_query_groups", "kv_n_heads")
+UNLIKE_QUERIES = ("index_n_heads",)  # ds4d tells by the number what belongs to which
 HEADS_OF_LAYER = "num_attention_heads_per_layer"
 # total, count, size: where total = count x size, it stays so.
 PRODUCTS = (
@@ -71,7 +73,8 @@ WIDTH = re.compile(
     r"|word_embed_proj_dim|feed_forward_size|mamba_d_ssm|moe_latent_size|dim_model_base"
     r"|block_multiple_of|prompt_mid_dim|adapter_in_dim|adapter_input_size|axial_pos_embds_dim"
 )
-WIDTH_OF_TEXT = re.compile(r"adapter_out_dim|out_hidden_size|text_hidden_size")  # of a part's output
+# What a part hands to the text model.
+WIDTH_OF_TEXT = re.compile(r"adapter_out_dim|out_hidden_size|text_hidden_size")
 EXPERTS = re.compile(r"(moe_)?num_(local_)?experts|n_routed_experts|num_experts")
 TOP_K = re.compile(r"num_experts_per_(tok|token)|moe_top_?k|moe_k|top_k_experts")
 EXPERT_GROUPS = re.compile(r"n_group|num_expert_group")
@@ -81,14 +84,15 @@ NO_VOCABULARY = re.compile(r"type_vocab_size|task_type_vocab_size|make_.*")
 CAPS = (
     # at most this much of what
     (8, r".*sliding_window|sliding_window_size|.*window_size|.*window_len|local_attention"),
-    (16, r"compress_rates|attention_chunk_size|(mamba_)?chunk_size|floor_scale|log_scaling_n_floor"),
+    (16, r"compress_rates|attention_chunk_size|(mamba_)?chunk_size"),
+    (16, r"floor_scale|log_scaling_n_floor"),
     (8, r"keep_window_size|index_topk|indexer_budget|rel_extent|index_block_size"),
     (2, r"index_topk_blocks|zero_expert_num|num_shared_experts|n_shared_experts"),
     (4, r"block_size|o_groups"),
     (8, r".*attn_chunk_length"),
     (8, r"(mamba_)?d_state|state_size|ssm_state_size"),
     (4, r"num_layers_per_stack|n_layers_per_attn_res_block"),
-    (POSITIONS, r".*max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length"),
+    (POSITIONS, r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length"),
     (POSITIONS, r"max_(target|source)_positions|model_max_length|seq_length"),
 )
 CAPS = tuple((most, re.compile(names)) for most, names in CAPS)
@@ -102,6 +106,7 @@ class Sizes:
         heads: heads and key/value heads of attention, before.
         hidden, small_hidden: the hidden size before and after.
         head_scale: of sizes of heads. width_scale: of all other widths.
+        vocabulary: the small one's size; 0 where there is none.
         tokens: what has become of special tokens beyond the small vocabulary.
         text: the sizes of the text model that this is a part beside.
     """
@@ -116,15 +121,15 @@ class Sizes:
     text: Sizes | None = None
 
     def head_size(self, value: int) -> int:
-        return _rounded(value * self.head_scale, 4)
+        return _rounded(value * self.head_scale, 4) if self.head_scale < 1 else value
 
     def width(self, value: int) -> int:
-        return _rounded(value * self.width_scale, 8) if value else value
+        return _rounded(value * self.width_scale, 8) if value and self.width_scale < 1 else value
 
     def token(self, value: int) -> int:
-        if value < self.vocabulary:
+        if value < self.vocabulary or not self.vocabulary:
             return value
-        return self.tokens.setdefault(value, self.vocabulary - 1 - len(self.tokens))
+        return self.tokens.setdefault(value, max(0, self.vocabulary - 1 - len(self.tokens)))
 
 
 def shrunken(config: PreTrainedConfig, *, layers: int | None = None) -> PreTrainedConfig:
@@ -132,30 +137,33 @@ def shrunken(config: PreTrainedConfig, *, layers: int | None = None) -> PreTrain
 
     Args:
         layers: at least so many; more where the family has more kinds of layers. None: as few as
-            have every kind, and two of them.
+            have every kind, and two if there are.
 
     Raises:
         ValueError: the family's config has no sizes that could be made smaller.
     """
-    return _shrunken(config, layers or LAYERS, None)
+    return _shrunken(config, layers, None)
 
 
-def _shrunken(config: PreTrainedConfig, layers: int, outer: Sizes | None) -> PreTrainedConfig:
+def _shrunken(
+    config: PreTrainedConfig, layers: int | None, outer: Sizes | None
+) -> PreTrainedConfig:
     fields = _fields(config)
     sizes = _sizes(config, outer)
     small = dict(fields)
-    count = _get(config, "num_hidden_layers")
-    if isinstance(count, int) and count > 0:
-        stay = layers_that_stay(fields, count, layers)
+    if count := _get(config, "num_hidden_layers"):
+        stay = layers_that_stay(fields, count, layers or min(count, LAYERS))
         small |= cut_layers(fields, count, stay)
     for name in small:
-        small[name] = _smaller(name, small[name], config, sizes)
+        small[name] = _smaller(name, small[name], sizes)
     _keep_relations(config, fields, small, sizes)
+    text = config.get_text_config(decoder=True)
     for name in config.sub_configs:
         inner = getattr(config, name, None)
         if isinstance(inner, PreTrainedConfig):
-            of_text = config.get_text_config(decoder=True) in (inner, config)
-            small[name] = _shrunken(inner, layers if of_text else LAYERS, sizes).to_dict()
+            is_text = inner is text or not _get(text, "hidden_size")
+            wanted = layers if is_text else LAYERS_OF_PART
+            small[name] = _shrunken(inner, wanted, sizes).to_dict()
     for name, value in MISSING.get(config.model_type, {}).items():
         if small.get(name) in (None, {}):
             small[name] = (value * len(stay))[: len(stay)] if name == "layer_types" else value
@@ -211,7 +219,7 @@ def _sizes(config: PreTrainedConfig, outer: Sizes | None) -> Sizes:
     shared = _shared_heads(config) or heads
     few, _ = _few_heads(heads, shared)
     head_dim = _get(config, "head_dim") or hidden // heads
-    small_dim = min(head_dim, _head_dim(config))
+    small_dim = min(head_dim, head_dim_that_fits(config, HEAD_DIM))
     if heads * head_dim == hidden:
         small = few * small_dim
     else:
@@ -240,33 +248,18 @@ def _sizes_of_parts(config: PreTrainedConfig) -> Sizes:
     raise ValueError(f"{config.model_type}: its config has no hidden size to make smaller")
 
 
-def _head_dim(config: PreTrainedConfig) -> int:
-    """The least size whose rotary part is even, too."""
-    parts = [rope.get("partial_rotary_factor") or 1.0 for rope in _ropes(config)]
-    parts.append(getattr(config, "partial_rotary_factor", None) or 1.0)
-    fits = (d for d in (16, 32, 64, 128) if all(int(d * p) > 1 and int(d * p) % 2 == 0 for p in parts))
-    return next(fits, HEAD_DIM)
-
-
-def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Rope parameters, one dict or one of each kind of layer."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    return nested or ([rope] if rope else [])
-
-
-def _smaller(name: str, value: Any, config: PreTrainedConfig, sizes: Sizes) -> Any:
+def _smaller(name: str, value: Any, sizes: Sizes) -> Any:
     """The value that a field of the small config has, as far as its name alone says it."""
     if isinstance(value, bool) or value is None or isinstance(value, (str, float)):
         return value
     if name in ("rope_parameters", "rope_scaling"):
-        return _rope(value, config, sizes)
+        return small_rope(value, sizes.head_size)
     if name == "per_layer_config":
-        return {key: _own_of_layer(own, config, sizes) for key, own in value.items()}
+        return {key: _own_of_layer(own, sizes) for key, own in value.items()}
     if isinstance(value, dict) and name == "compress_rates":
-        return {key: _smaller(name, rate, config, sizes) for key, rate in value.items()}
+        return {key: _smaller(name, rate, sizes) for key, rate in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_smaller(name, item, config, sizes) for item in value]
+        return [_smaller(name, item, sizes) for item in value]
     if not isinstance(value, int) or value < 0:
         return value
     if name == HEADS_OF_LAYER:
@@ -284,12 +277,13 @@ def _smaller(name: str, value: Any, config: PreTrainedConfig, sizes: Sizes) -> A
     return min([value, *(most for most, names in CAPS if names.fullmatch(name))])
 
 
-def _own_of_layer(own: dict[str, Any], config: PreTrainedConfig, sizes: Sizes) -> dict[str, Any]:
-    small = {name: _smaller(name, value, config, sizes) for name, value in own.items()}
+def _own_of_layer(own: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
+    small = {name: _smaller(name, value, sizes) for name, value in own.items()}
     heads = own.get("num_attention_heads", sizes.heads[0])
     shared = own.get("num_key_value_heads", sizes.heads[1])
-    few = dict(zip(("num_attention_heads", "num_key_value_heads"), _few_heads(heads, shared)))
-    return small | {name: value for name, value in few.items() if name in own}
+    few, few_shared = _few_heads(heads, shared)
+    counts = {"num_attention_heads": few, "num_key_value_heads": few_shared}
+    return small | {name: value for name, value in counts.items() if name in own}
 
 
 def _keep_relations(
@@ -304,20 +298,22 @@ def _keep_relations(
 
     if _get(config, "hidden_size"):
         put("hidden_size", sizes.small_hidden)
-    few, few_shared = _few_heads(*sizes.heads)
-    put("num_attention_heads", few)
+    queries, few_shared = _few_heads(*sizes.heads)
+    put("num_attention_heads", queries)
     for name in SHARED:
-        put(name, few_shared if _get(config, name) == sizes.heads[1] else few)
+        put(name, few_shared if _get(config, name) == sizes.heads[1] else queries)
     for heads, shared in HEADS:
         if many := _get(config, heads):
             few, few_shared = _few_heads(many, shared and _get(config, shared))
-            put(heads, few)
+            alike = few == queries and many != sizes.heads[0]
+            put(heads, few - 1 if alike and heads in UNLIKE_QUERIES else few)
             if shared and _get(config, shared):
                 put(shared, few_shared)
     _fill_in(config, fields, small, sizes)
     now = _Both(config, small)
     for total, count, size in PRODUCTS:
-        if total in fields and now.before(total) == now.before(count) * now.before(size):
+        whole = now.before(total) if total in fields else 0
+        if whole and whole == now.before(count) * now.before(size):
             small[total] = now.after(count) * now.after(size)
     for count, size, factor in EXPANDED:
         expanded = now.before(factor) * sizes.hidden
@@ -327,7 +323,7 @@ def _keep_relations(
         if total in fields and all(part in fields for part in parts):
             small[total] = sum(map(now.after, parts))
     _few_experts(config, fields, small)
-    _few_positions(config, small)
+    few_positions(config, small, most=POSITIONS)
 
 
 def _fill_in(
@@ -356,120 +352,23 @@ class _Both:
         return self.small[self.config.attribute_map.get(name, name)]
 
 
-def _few_experts(
-    config: PreTrainedConfig, fields: dict[str, Any], small: dict[str, Any]
-) -> None:
+def _few_experts(config: PreTrainedConfig, fields: dict[str, Any], small: dict[str, Any]) -> None:
     """Few experts, more than a token goes to; two groups where there are groups."""
     groups = next((fields[n] for n in fields if EXPERT_GROUPS.fullmatch(n)), None) or 1
     few_groups = min(groups, 2)
-    for name, value in fields.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            continue
+    for name, value in small.items():
         if EXPERTS.fullmatch(name):
-            small[name] = min(value, 4 * few_groups)
+            small[name] = _at_most(value, 4 * few_groups)
         elif TOP_K.fullmatch(name):
-            small[name] = min(value, 2)
+            small[name] = _at_most(value, 2)
         elif EXPERT_GROUPS.fullmatch(name):
-            small[name] = few_groups
+            small[name] = _at_most(value, few_groups)
         elif name == "topk_group":
-            small[name] = few_groups if value == groups else 1
+            small[name] = _at_most(value, few_groups if value == groups else 1)
 
 
-def _few_positions(config: PreTrainedConfig, small: dict[str, Any]) -> None:
-    """Rope that was stretched from fewer positions: both smaller, their ratio as it was."""
-    most = _get(config, "max_position_embeddings")
-    ropes = [rope for rope in _ropes(config) if rope.get("original_max_position_embeddings")]
-    if most is None or not ropes:
-        return
-    ratio = Fraction(most, min(int(r["original_max_position_embeddings"]) for r in ropes))
-    few = min(most, max(POSITIONS, round(ORIGINAL_POSITIONS * ratio)))
-    small["max_position_embeddings"] = few
-    rope = small["rope_parameters"]
-    for one in [rope, *(value for value in rope.values() if isinstance(value, dict)), small]:
-        if original := one.get("original_max_position_embeddings"):
-            before = original  # not changed by its name
-            one["original_max_position_embeddings"] = max(1, round(Fraction(few * int(before), most)))
-
-
-def _rope(rope: dict[str, Any], config: PreTrainedConfig, sizes: Sizes) -> dict[str, Any]:
-    small = {}
-    for name, value in rope.items():
-        if isinstance(value, dict):
-            small[name] = _rope(value, config, sizes)
-        elif name in ("short_factor", "long_factor"):
-            count = sizes.head_size(2 * len(value)) // 2
-            small[name] = [value[i * len(value) // count] for i in range(count)]
-        elif name == "mrope_section":
-            small[name] = _sections(value, sizes.head_size(2 * sum(value)) // 2)
-        else:
-            small[name] = value
-    return small
-
-
-def _sections(sections: list[int], total: int) -> list[int]:
-    """Each at least 1, together ``total``, as nearly as they were to each other."""
-    few = [max(1, value * total // sum(sections)) for value in sections]
-    while sum(few) != total:
-        step = 1 if sum(few) < total else -1
-        most = max(range(len(few)), key=lambda i: step * (sections[i] * total - few[i] * sum(sections)))
-        few[most] += step
-    return few
-
-
-# What a family's default config leaves out though its model needs it. Lists go on as they begin.
-MISSING: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
-    },
-    "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM,
-        "indexer_budget": 8, "indexer_compress_ratio": 4,
-    },
-}  # fmt: skip
-
-
-def _blt(config: PreTrainedConfig, small: dict[str, Any]) -> None:
-    """The global model is as wide as the keys of a patch together."""
-    encoder, decoder, whole = (small[f"{n}_config"] for n in ("encoder", "decoder", "global"))
-    width = encoder["hidden_size"] * config.cross_attn_k
-    encoder["hidden_size_global"] = decoder["hidden_size_global"] = whole["hidden_size"] = width
-    whole["head_dim"] = width // whole["num_attention_heads"]
-
-
-def _dbrx(config: PreTrainedConfig, small: dict[str, Any]) -> None:
-    for name, value in (("rope_theta", 10000.0), ("clip_qkv", 8.0)):
-        if small["attn_config"].get(name) is None:
-            small["attn_config"][name] = value
-
-
-def _hrm_text(config: PreTrainedConfig, small: dict[str, Any]) -> None:
-    """``num_hidden_layers`` counts how often a layer is called."""
-    calls = config.H_cycles * (config.L_cycles + 1)
-    small["num_layers_per_stack"] = small["num_hidden_layers"]
-    small["num_hidden_layers"] *= calls
-
-
-def _inkling2_loop_text(config: PreTrainedConfig, small: dict[str, Any]) -> None:
-    small["n_layers_per_attn_res_block"] = 1  # the loop begins and ends between blocks
-
-
-def _reformer(config: PreTrainedConfig, small: dict[str, Any]) -> None:
-    """It trains on as many tokens as the table of positions has, and no others."""
-    small["axial_pos_shape"], small["max_position_embeddings"] = [8, 8], 64
-
-
-def _xmod(config: PreTrainedConfig, small: dict[str, Any]) -> None:
-    small["default_language"] = config.default_language or config.languages[0]
-
-
-QUIRKS: dict[str, Callable[[PreTrainedConfig, dict[str, Any]], None]] = {
-    "blt": _blt,
-    "dbrx": _dbrx,
-    "hrm_text": _hrm_text,
-    "inkling2_loop_text": _inkling2_loop_text,
-    "reformer": _reformer,
-    "xmod": _xmod,
-}
+def _at_most(value: Any, most: int) -> Any:
+    """Of a number, or of each of a list of one a layer."""
+    if isinstance(value, list):
+        return [_at_most(item, most) for item in value]
+    return min(value, most) if isinstance(value, int) else value

@@ -135,7 +135,9 @@ def cut_layers(fields: dict[str, Any], count: int, stay: Sequence[int]) -> dict[
         name: [row[i] for i in stay] for name, row in layer_lists(fields, count).items()
     }
     cut |= ints(THRESHOLDS, lambda value: sum(i < value for i in stay))
-    cut |= ints(LAST_INDEX, lambda value: sum(i <= value for i in stay) - 1 if value >= 0 else value)
+    cut |= ints(
+        LAST_INDEX, lambda value: sum(i <= value for i in stay) - 1 if value >= 0 else value
+    )
     cut |= ints(FROM_THE_END, lambda value: sum(i >= count - value for i in stay))
     starts = [0, *_ends(fields)]
     for name, start in zip(SPANS, starts, strict=False):
