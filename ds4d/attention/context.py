@@ -7,7 +7,8 @@ head dim.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from ds4d.attention.mask import carry
 from ds4d.attention.pairs import Seen
 from ds4d.attention.ring import Gathered, Ring
 from ds4d.context_parallel import Cut
+
+W = TypeVar("W", Ring, Gathered)
 
 # With so few tokens on a rank all keys are gathered at once: a step of the ring would be shorter
 # than what it takes to begin one.
@@ -45,53 +48,47 @@ class Context:
     cut: Cut
     parallel: ContextParallel
 
+    def attend(self, call: Call) -> Tensor:
+        """Args:
+        call: of this rank's tokens; but what is ``visible`` is said of the whole sequence.
 
-def attend_over_ranks(call: Call, context: Context) -> Tensor:
-    """Args:
-    call: of this rank's tokens; but what is ``visible`` is said of the whole sequence.
+        Returns:
+            [B, s, H, Dv].
 
-    Returns:
-        [B, s, H, Dv].
+        Collective: cp.
+        """
+        if call.bias is not None:
+            raise ValueError(
+                "ds4d.parallel.cp: this model adds a bias to the scores of every query and key, "
+                "which is made from the tokens of one rank"
+            )
+        group = self.parallel.ulysses
+        if group.size() == 1:
+            return self._along_ring(call)
+        query, key, value = ulysses.to_heads(call.query, call.key, call.value, group)
+        sinks = None if call.sinks is None else ulysses.own_heads(call.sinks, -1, group)
+        call = replace(call, query=query, key=key, value=value, sinks=sinks)
+        out = self._along_ring(call)  # [B, u * s, H / u, Dv]
+        return ulysses.to_tokens(out.transpose(1, 2), group).transpose(1, 2)
 
-    Collective: cp.
-    """
-    if call.bias is not None:
-        raise ValueError(
-            "ds4d.parallel.cp: this model adds a bias to the scores of every query and key, which "
-            "is made from the tokens of one rank"
-        )
-    group = context.parallel.ulysses
-    if group.size() == 1:
-        return _along_ring(call, context)
-    query, key, value = ulysses.to_heads(call.query, call.key, call.value, group)
-    sinks = None if call.sinks is None else ulysses.own_heads(call.sinks, -1, group)
-    call = replace(call, query=query, key=key, value=value, sinks=sinks)
-    out = _along_ring(call, context)  # [B, u * s, H / u, Dv]
-    return ulysses.to_tokens(out.transpose(1, 2), group).transpose(1, 2)
+    def _along_ring(self, call: Call) -> Tensor:
+        if self.cut.spans == (((0, self.cut.length),),):
+            return attend(call)
+        way = Gathered if _gathers(call.query.shape[2], self.parallel.exchange) else Ring
+        return run_way(call, partial(self.way, way, group=self.parallel.ring))
 
-
-def _along_ring(call: Call, context: Context) -> Tensor:
-    cut, visible = context.cut, call.visible
-    if cut.spans == (((0, cut.length),),):
-        return attend(call)
-    (batch, heads, num_tokens, _), documents = call.query.shape, visible.documents
-    way = Gathered if _gathers(num_tokens, context.parallel.exchange) else Ring
-
-    def make(call: Call) -> Gathered | Ring:
-        kernel = block_kernel(call)
+    def way(self, make: type[W], call: Call, *, group: dist.ProcessGroup) -> W:
+        kernel, visible, documents = block_kernel(call), call.visible, call.visible.documents
         seen = Seen(
-            batch,
-            heads,
-            cut.length,
+            *call.query.shape[:2],
+            self.cut.length,
             causal=visible.causal,
             window=visible.window,
             lengths=() if documents is None else documents.lengths,
             general=visible.general is not None,
             split=kernel.holds_scores,
         )
-        return way(kernel, cut.spans, seen, context.parallel.ring)
-
-    return run_way(call, make)
+        return make(kernel, self.cut.spans, seen, group)
 
 
 def _gathers(num_tokens: int, exchange: str) -> bool:
