@@ -151,7 +151,8 @@ def test_dropout_differs_between_stages_and_is_repeated_by_recomputation():
     how = ("none", "full", "selective")
     layouts = [
         with_schedule(schedule, pp=pp, tp=4 // pp)
-        for schedule, pp in [("1f1b", 4), ("zb-h1", 4), ("interleaved", 2), ("dualpipev", 2)]
+        for schedule, pp in [("1f1b", 4), ("zb-h1", 4), ("interleaved", 2), ("dualpipev", 2),
+                             ("zbv", 2)]
     ]
     runs = [make_run(folder, rows=8, recompute=r, **layout) for layout in layouts for r in how]
     ranks = run_distributed(masks_and_results, 4, runs=runs, micro_batches=micro_batches)
