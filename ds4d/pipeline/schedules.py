@@ -14,11 +14,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
+from itertools import count
 from typing import NamedTuple
 
 from ds4d.pipeline.actions import Action, Kind, Placement, Schedule
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT
+# where a pass's time decides; a weight half is products alone, the others have attention and norms
+TICKS = {F: 4, I: 4, W: 3}
 
 
 def make_schedule(name: str, *, ranks: int, chunks: int, micro_batches: int) -> Schedule:
@@ -183,9 +186,9 @@ def _zbv(rank: int, placement: Placement, micro_batches: int) -> list[Action]:
     """ZB-V: down the ranks and up again, so that the last stage is on the first rank, whose
     backwards begin as its last forwards do. Forwards and input halves are in the order of torch's
     ScheduleZBVZeroBubble, which is for 2p - 1 micro-batches or more; of fewer, the others are left
-    out. The weight halves that come between leave each rank idle for (p - 1)I, times of a chunk, if
-    W <= F <= I <= 2W and m >= 2p - 1: a sixth of 1F1B's where F = I = W, and then for any m >= p.
-    That was found by simulation; the tests hold it.
+    out. With the weight halves between them each rank is idle for (p - 1)I, the time of a chunk, if
+    W <= F <= I <= 2W and m >= 2p - 1: a sixth of 1F1B's where F = I = W. That was found by
+    simulation; the tests hold it.
 
     Source: arXiv 2401.10241, section 6; 2405.15362."""
     after = placement.ranks - rank - 1
@@ -209,33 +212,39 @@ def _with_late_weights(
 ) -> list[list[Action]]:
     """Add the weight halves to orders without. A rank makes the oldest one when it would wait, or
     when its next forward would be more than it may hold: p * v chunks, which is what 1F1B holds on
-    its first rank. When that is, is found by letting every pass take one tick."""
+    its first rank. When that is, is found by letting every pass take its ``TICKS``."""
     others = [deque(order) for order in orders]
     weights: list[deque[Action]] = [deque() for _ in orders]
     done: list[list[Action]] = [[] for _ in orders]
     room = [placement.stages] * placement.ranks
-    made: set[tuple[Kind, int, int]] = set()  # (kind, stage, micro-batch), before this tick
+    free_at = [0] * placement.ranks
+    made_at: dict[tuple[Kind, int, int], int] = {}  # (kind, stage, micro-batch) -> when
 
-    def take(rank: int) -> Action | None:
+    def take(rank: int, now: int) -> Action | None:
         if others[rank]:
             kind, chunk, i = others[rank][0]
             needed = placement.stage_of(rank, chunk) + (-1 if kind is F else 1)
-            is_there = not 0 <= needed < placement.stages or (kind, needed, i) in made
+            inside = 0 <= needed < placement.stages
+            is_there = not inside or made_at.get((kind, needed, i), now + 1) <= now
             if is_there and (room[rank] or kind is not F):
                 return others[rank].popleft()
         return weights[rank].popleft() if weights[rank] else None
 
-    while any(others) or any(weights):
-        tick = [(rank, action) for rank in range(placement.ranks) if (action := take(rank))]
-        assert tick, "these orders can't be run: every rank waits"
-        for rank, action in tick:
+    for now in count():
+        if not any(others) and not any(weights):
+            return done
+        for rank in range(placement.ranks):
+            if free_at[rank] > now or (action := take(rank, now)) is None:
+                continue
+            kind, chunk, i = action
             done[rank].append(action)
-            if action.kind is I:
+            free_at[rank] = now + TICKS[kind]
+            made_at[kind, placement.stage_of(rank, chunk), i] = free_at[rank]
+            if kind is I:
                 weights[rank].append(action._replace(kind=W))
             else:
-                room[rank] += 1 if action.kind is W else -1
-            made.add((action.kind, placement.stage_of(rank, action.chunk), action.micro_batch))
-    return done
+                room[rank] += 1 if kind is W else -1
+        assert max(free_at) > now, "these orders can't be run: every rank waits"
 
 
 def _passes(kind: Kind, chunk: int, micro_batches: int) -> list[Action]:
