@@ -306,7 +306,7 @@ def _keep_relations(
         if many := _get(config, heads):
             few, few_shared = _few_heads(many, shared and _get(config, shared))
             alike = few == queries and many != sizes.heads[0]
-            put(heads, few - 1 if alike and heads in UNLIKE_QUERIES else few)
+            put(heads, few + 1 if alike and heads in UNLIKE_QUERIES else few)
             if shared and _get(config, shared):
                 put(shared, few_shared)
     _fill_in(config, fields, small, sizes)
