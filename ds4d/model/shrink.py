@@ -28,6 +28,7 @@ MOST_QUERIES_PER_KEY = 8
 LAYERS = 2
 LAYERS_OF_PART = 1  # beside the text model, and another number, to tell them apart
 HIDDEN = 64  # where there are no heads
+LEAST_HIDDEN = 32
 
 HEADS = (
     # heads, the heads that they share; those of most models' attention are in SHARED
@@ -225,6 +226,7 @@ def _sizes(config: PreTrainedConfig, outer: Sizes | None) -> Sizes:
     else:
         step = few * 8 if few % 2 else few * 4
         small = _rounded(Fraction(hidden * few * small_dim, heads * head_dim), step)
+        small = max(small, min(hidden, LEAST_HIDDEN))
         small += step * (small == few * small_dim)
     scale = Fraction(small_dim, head_dim)
     sizes = (heads, shared), hidden, small, scale, Fraction(small, hidden)
@@ -282,6 +284,8 @@ def _own_of_layer(own: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     heads = own.get("num_attention_heads", sizes.heads[0])
     shared = own.get("num_key_value_heads", sizes.heads[1])
     few, few_shared = _few_heads(heads, shared)
+    if heads < sizes.heads[0] and few == _few_heads(*sizes.heads)[0]:  # fewer they stay
+        few, few_shared = max(1, few // 2), max(1, few_shared // 2)
     counts = {"num_attention_heads": few, "num_key_value_heads": few_shared}
     return small | {name: value for name, value in counts.items() if name in own}
 
@@ -306,7 +310,7 @@ def _keep_relations(
         if many := _get(config, heads):
             few, few_shared = _few_heads(many, shared and _get(config, shared))
             alike = few == queries and many != sizes.heads[0]
-            put(heads, few - 1 if alike and heads in UNLIKE_QUERIES else few)
+            put(heads, few + 1 if alike and heads in UNLIKE_QUERIES else few)
             if shared and _get(config, shared):
                 put(shared, few_shared)
     _fill_in(config, fields, small, sizes)
