@@ -13,7 +13,6 @@ Letters: B sequences, S tokens of a sequence, s = S / cp of them on this rank, R
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds4d.attention.documents import Documents
+from ds4d.config.layout import cut_multiple
 from ds4d.data.batch import IGNORE, MicroBatch
 
 Span = tuple[int, int]  # tokens [start, stop) of the sequence
@@ -95,7 +95,7 @@ class Cutter:
         if self.size == 1:
             return batch
         documents, positions = _by_positions(batch)
-        extra = -batch.input_ids.shape[1] % self._multiple
+        extra = -batch.input_ids.shape[1] % cut_multiple(self.size, self.ulysses, self.parts)
         last = batch.position_ids[:, -1:].expand(-1, extra)
         padded = MicroBatch(
             F.pad(batch.input_ids, (0, extra)),
@@ -122,11 +122,6 @@ class Cutter:
                 imbalance,
             ),
         )
-
-    @property
-    def _multiple(self) -> int:
-        """Two chunks a place in the ring; each place's tokens over ulysses and tp ranks."""
-        return self.ring * math.lcm(2 if self.ring > 1 else 1, self.ulysses * self.parts)
 
     def _spans(self, length: int, documents: Documents | None) -> tuple[tuple[Spans, ...], float]:
         """And how uneven the work is."""

@@ -48,13 +48,15 @@ def heads_can_be_exchanged(draft: Draft) -> Problems:
     if cp == 1 or method == "ring" or not isinstance(heads, int) or heads % tp:
         return  # no heads are exchanged; or why tp is refused is said elsewhere
     size = draft.ulysses_size
-    if size is None:
+    if size is not None and cp % size:
+        return  # said by hybrid_is_both
+    if size is None and any(cp % n == 0 for n in range(2, cp)):
         yield Problem(
             METHOD,
             f'"hybrid": no part of {CP} {cp} shares the {heads // tp} attention heads of a rank '
             f'evenly; use "ring"',
         )
-    elif heads // tp % size:
+    elif size is not None and heads // tp % size:
         of_a_rank = f"{heads}" if tp == 1 else f"{heads} / {TP} {tp} = {heads // tp}"
         fits = max(n for n in range(1, size) if cp % n == 0 and heads // tp % n == 0)
         fix = f'{METHOD} "hybrid" with {ULYSSES} {fits}' if fits > 1 else f'{METHOD} "ring"'
