@@ -42,6 +42,7 @@ class Cut:
         documents: of the whole rows; None: a row is one document.
         positions: int64 [B, S]; None: they count up in every row.
         last_position: the largest; int64 [].
+        places: of this rank's tokens in their rows; int64 [s].
         imbalance: of the work (pairs of a query and a key that it sees), how much more than the
             mean the busiest place in the ring has.
     """
@@ -51,6 +52,7 @@ class Cut:
     documents: Documents | None
     positions: Tensor | None
     last_position: Tensor
+    places: Tensor
     imbalance: float
 
     def to(self, device: torch.device | str) -> "Cut":
@@ -59,10 +61,12 @@ class Cut:
             documents=None if self.documents is None else self.documents.to(device),
             positions=None if self.positions is None else self.positions.to(device),
             last_position=self.last_position.to(device, non_blocking=True),
+            places=self.places.to(device, non_blocking=True),
         )
 
     def pin_memory(self) -> "Cut":
-        return replace(self, last_position=self.last_position.pin_memory())
+        small = {"last_position": self.last_position, "places": self.places}
+        return replace(self, **{name: tensor.pin_memory() for name, tensor in small.items()})
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ class Cutter:
                 documents,
                 None if positions is None else padded.position_ids,
                 batch.position_ids.max(),
+                mine,
                 imbalance,
             ),
         )

@@ -64,6 +64,7 @@ def attention(
     num_queries, num_keys = lengths = query.shape[2], key.shape[2]
     context = getattr(attention_mask, "context", None) if context is None else context
     if context is not None:
+        query = context.scaled(module, query)
         num_queries = num_keys = context.cut.length
         documents = context.cut.documents
     elif documents is not None:

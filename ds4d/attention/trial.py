@@ -85,7 +85,8 @@ def _largest_error(model: PreTrainedModel, batch: MicroBatch) -> float:
     """Of a part's logits, relative to the largest; NaN where there are any."""
     whole = model(**model_inputs(model, batch)).logits
     parts = [Cutter(rank, RANKS)(batch) for rank in range(RANKS)]
-    seen = _Recording(replace(parts[0].cut, spans=(((0, LENGTH),),)), model.ds4d_cp)
+    whole_cut = replace(parts[0].cut, spans=(((0, LENGTH),),), places=torch.arange(LENGTH))
+    seen = _Recording(whole_cut, model.ds4d_cp)
     model(**model_inputs(model, batch) | {"context": seen})
     errors = []
     for rank, part in enumerate(parts):
