@@ -87,19 +87,20 @@ def _summary(run: RunConfig) -> list[str]:
         f"precision  {run.precision.param_dtype} parameters, gradients accumulated in "
         f"{run.precision.grad_accum_dtype}",
     ]
-    if p.cp > 1:
-        size = ulysses_size(p.cp, run.context)
-        lines.append(f"context    ring of {p.cp // size} x {size} that exchange heads; {_cut(run)}")
-    return lines
+    return lines + ([_context(run)] if p.cp > 1 else [])
 
 
-def _cut(run: RunConfig) -> str:
+def _context(run: RunConfig) -> str:
+    """How a sequence is shared, and what each rank has of it."""
+    cp, seq_len = run.parallel.cp, run.data.seq_len
+    size = ulysses_size(cp, run.context)
+    who = {1: f"ring of {cp} ranks", cp: f"{cp} ranks exchange heads"}.get(
+        size, f"ring of {cp // size} groups of {size} ranks that exchange heads"
+    )
     parts = run.parallel.tp if run.parallel.sequence_parallel else 1
-    size = ulysses_size(run.parallel.cp, run.context)
-    multiple = cut_multiple(run.parallel.cp, size, parts)
-    length = run.data.seq_len + -run.data.seq_len % multiple
-    padded = "" if length == run.data.seq_len else f", padded to {length:,}"
-    return f"{length // run.parallel.cp:,} of {run.data.seq_len:,} tokens a rank{padded}"
+    length = seq_len + -seq_len % cut_multiple(cp, size, parts)
+    padded = "" if length == seq_len else f", padded to {length:,}"
+    return f"context    {who}, {length // cp:,} of {seq_len:,} tokens each{padded}"
 
 
 def _ranks(run: RunConfig) -> Table:

@@ -104,10 +104,17 @@ def test_groups(cp, method, asked, resolved, ring, ulysses):
     assert (groups["ring"], groups["ulysses"]) == (ring, ulysses)
 
 
-def test_what_check_shows():
-    text = as_text(load(file(4, ds4d__data__seq_len=101), world_size=4))
-    assert "context    ring of 4 x 1 that exchange heads" in text
-    assert "26 of 101 tokens a rank, padded to 104" in text
+@pytest.mark.parametrize(
+    "method, text",
+    [
+        ("ring", "ring of 4 ranks, 26 of 101 tokens each, padded to 104"),
+        ("ulysses", "4 ranks exchange heads, 26 of 101 tokens each, padded to 104"),
+        ("hybrid", "ring of 2 groups of 2 ranks that exchange heads, 26 of 101 tokens each"),
+    ],
+)
+def test_what_check_shows(method, text):
+    run = load(file(4, method, ds4d__data__seq_len=101), world_size=4)
+    assert f"context    {text}" in as_text(run)
 
 
 def test_sizes_without_effect_are_noted():
