@@ -176,10 +176,11 @@ def broadcast(x: Tensor, source: int, group: dist.ProcessGroup, *, purpose: str)
 
 
 def open_transport(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Before the first ``begin_send`` and ``begin_receive``, which must not wait for the other rank
-    to make a connection. Collective: the group."""
-    x = torch.zeros(1, device=device)
-    _transport(x, group).all_reduce(x, dist.ReduceOp.SUM).wait()
+    """Before the first ``begin_send``, ``begin_receive`` and ``begin_exchange``, which must not wait
+    for other ranks to make connections. Collective: the group."""
+    if group.size() > 1:
+        x = torch.zeros(1, device=device)
+        _transport(x, group).all_reduce(x, dist.ReduceOp.SUM).wait()
 
 
 def begin_send(x: Tensor, to: int, group: dist.ProcessGroup, *, purpose: str) -> Work:
