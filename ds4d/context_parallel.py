@@ -40,6 +40,7 @@ class Cut:
         length: S, padding included.
         spans: what each place in the ring holds, in the order in which it lies there.
         documents: of the whole rows; None: a row is one document.
+        packed: the documents, cut where positions jump too.
         positions: int64 [B, S]; None: they count up in every row.
         last_position: the largest; int64 [].
         places: of this rank's tokens in their rows; int64 [s].
@@ -50,6 +51,7 @@ class Cut:
     length: int
     spans: tuple[Spans, ...]
     documents: Documents | None
+    packed: Documents | None
     positions: Tensor | None
     last_position: Tensor
     places: Tensor
@@ -59,6 +61,7 @@ class Cut:
         return replace(
             self,
             documents=None if self.documents is None else self.documents.to(device),
+            packed=None if self.packed is None else self.packed.to(device),
             positions=None if self.positions is None else self.positions.to(device),
             last_position=self.last_position.to(device, non_blocking=True),
             places=self.places.to(device, non_blocking=True),
@@ -98,7 +101,7 @@ class Cutter:
         """
         if self.size == 1:
             return batch
-        documents, positions = _by_positions(batch)
+        documents, (packed, positions) = batch.documents, _by_positions(batch)
         extra = -batch.input_ids.shape[1] % cut_multiple(self.size, self.ulysses, self.parts)
         last = batch.position_ids[:, -1:].expand(-1, extra)
         padded = MicroBatch(
@@ -106,10 +109,10 @@ class Cutter:
             F.pad(batch.targets, (0, extra), value=IGNORE),
             torch.cat([batch.position_ids, last], dim=1),
         )
-        if documents is not None and extra:
-            documents = documents.padded(extra)
+        if extra:
+            documents, packed = (x and x.padded(extra) for x in (documents, packed))
         length = padded.input_ids.shape[1]
-        spans, imbalance = self._spans(length, documents)
+        spans, imbalance = self._spans(length, packed)
         place, part = divmod(self.rank, self.ulysses)
         held = torch.cat([torch.arange(*span) for span in spans[place]])
         mine = held.chunk(self.ulysses)[part]
@@ -121,6 +124,7 @@ class Cutter:
                 length,
                 spans,
                 documents,
+                packed,
                 None if positions is None else padded.position_ids,
                 batch.position_ids.max(),
                 mine,
@@ -200,10 +204,10 @@ def _imbalance(spans: tuple[Spans, ...], work: Tensor) -> float:
 
 
 def _by_positions(batch: MicroBatch) -> tuple[Documents | None, Tensor | None]:
-    """The documents, and the positions where those do not simply count up.
+    """The packed sequences, and the positions where those do not simply count up.
 
-    Where positions jump transformers takes another packed sequence to begin. It would have to see
-    the whole row for that, so it is done here.
+    Where positions jump transformers takes another packed sequence to begin, in most models. It
+    would have to see the whole row for that, so it is done here.
     """
     jumps = batch.position_ids.diff() != 1
     if not jumps.any():

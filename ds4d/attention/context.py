@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ds4d.attention import ulysses
+from ds4d.attention.documents import Documents
 from ds4d.attention.kernels import Call, attend, block_kernel, run_way
 from ds4d.attention.mask import carry
 from ds4d.attention.pairs import Seen
 from ds4d.attention.ring import Gathered, Ring
+from ds4d.attention.support import packs_by_positions
 from ds4d.context_parallel import Cut
 from ds4d.models.derive import blueprint_of
 
@@ -36,11 +38,13 @@ class ContextParallel:
     """Attributes:
     ring, ulysses: this rank's groups: ring x ulysses = cp.
     exchange: of keys and values in the ring: "p2p", "all_gather", or "auto".
+    packs_by_positions: the model takes another sequence to begin where positions jump.
     """
 
     ring: dist.ProcessGroup
     ulysses: dist.ProcessGroup
     exchange: str = "auto"
+    packs_by_positions: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +53,11 @@ class Context:
 
     cut: Cut
     parallel: ContextParallel
+
+    @property
+    def documents(self) -> Documents | None:
+        """Of the whole sequences."""
+        return self.cut.packed if self.parallel.packs_by_positions else self.cut.documents
 
     def scaled(self, attention: nn.Module, query: Tensor) -> Tensor:
         """A query [B, H, s, D] that its model scaled by where tokens stand on this rank, scaled by
@@ -111,6 +120,7 @@ def install(model: PreTrainedModel, parallel: ContextParallel) -> None:
     """Make a model ready for parts of sequences. A ``Context`` enters it with the inputs
     (``loss.model_inputs``) and goes to attention, and to rotary scales that follow from the
     sequence's length, which transformers takes from the largest position."""
+    parallel = replace(parallel, packs_by_positions=packs_by_positions(type(model)))
     for entrance in {model, model.base_model}:  # a pipeline's stages have no use for the head
         entrance.ds4d_cp = parallel
     forward = _ForwardPass()

@@ -66,7 +66,7 @@ def attention(
     if context is not None:
         query = context.scaled(module, query)
         num_queries = num_keys = context.cut.length
-        documents = context.cut.documents
+        documents = context.documents
     elif documents is not None:
         _check_documents(documents, query.shape[0], *lengths)
     if attention_mask is None:

@@ -110,7 +110,8 @@ def _own(spans: Spans, seen: Seen) -> Pair:
         general=False,
         split=seen.split,
     )
-    return Pair(((0, size),), found)
+    apart = (seen.length, seen.length)  # from all places in the sequence: dropout goes by them
+    return Pair(((0, size),), tuple(replace(block, origin=apart) for block in found))
 
 
 def _pieces(queries: Spans, keys: Spans, seen: Seen) -> Iterator[_Piece]:
