@@ -58,6 +58,7 @@ DS4D = {
     "interleaved, 4 chunks": ({"schedule": "interleaved", "chunks": 4}, LONG_LOOP),
     "dualpipev": ({"schedule": "dualpipev"}, VEE),
     "zb-h1": ({"schedule": "zb-h1"}, FLAT),
+    "zbv": ({"schedule": "zbv"}, VEE),
 }
 COMPARED_STEPS = 3
 

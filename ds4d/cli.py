@@ -280,6 +280,7 @@ def _generate(args: argparse.Namespace) -> None:
         args,
         generate,
         args.prompts,
+        generates=True,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_p=args.top_p,
@@ -355,7 +356,11 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def _on_model(
-    args: argparse.Namespace, function: Callable[..., Any], *more: Any, **kwargs: Any
+    args: argparse.Namespace,
+    function: Callable[..., Any],
+    *more: Any,
+    generates: bool = False,
+    **kwargs: Any,
 ) -> Any:
     """``function(PATH, *more, **kwargs)``, in this process or on --pp x --tp ranks."""
     from ds4d.launch.call import call_on_ranks
@@ -364,7 +369,7 @@ def _on_model(
     if args.pp * args.tp == 1:
         return function(args.path, *more, **kwargs, device=args.device or _default_device())
     layout = {"pp": args.pp, "tp": args.tp}
-    check_can_be_cut(args.path, **layout)  # before any rank starts
+    check_can_be_cut(args.path, **layout, generates=generates)  # before any rank starts
     return call_on_ranks(function, args.path, *more, **kwargs, **layout, device=args.device)
 
 

@@ -176,10 +176,11 @@ def broadcast(x: Tensor, source: int, group: dist.ProcessGroup, *, purpose: str)
 
 
 def open_transport(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Before the first ``begin_send`` and ``begin_receive``, which must not wait for the other rank
-    to make a connection. Collective: the group."""
-    x = torch.zeros(1, device=device)
-    _transport(x, group).all_reduce(x, dist.ReduceOp.SUM).wait()
+    """Before the first ``begin_send``, ``begin_receive`` and ``begin_exchange``, which must not wait
+    for other ranks to make connections. Collective: the group."""
+    if group.size() > 1:
+        x = torch.zeros(1, device=device)
+        _transport(x, group).all_reduce(x, dist.ReduceOp.SUM).wait()
 
 
 def begin_send(x: Tensor, to: int, group: dist.ProcessGroup, *, purpose: str) -> Work:
@@ -233,14 +234,6 @@ def begin_all_gather(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Pe
     work = _transport(x, group).all_gather(out, x)
     _count("all_gather", out, group, purpose)
     return Pending(out, work, out.shape)
-
-
-def sum_parts(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Tensor:
-    """[t, ...], a part for each rank -> [...], this rank's, summed."""
-    out = x.new_empty(x.shape[1:])
-    _transport(x, group).reduce_scatter(out, x).wait()
-    _count("reduce_scatter", x, group, purpose)
-    return out
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Tensor:

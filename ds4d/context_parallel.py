@@ -13,7 +13,6 @@ Letters: B sequences, S tokens of a sequence, s = S / cp of them on this rank, R
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds4d.attention.documents import Documents
+from ds4d.config.layout import cut_multiple
 from ds4d.data.batch import IGNORE, MicroBatch
 
 Span = tuple[int, int]  # tokens [start, stop) of the sequence
@@ -40,8 +40,10 @@ class Cut:
         length: S, padding included.
         spans: what each place in the ring holds, in the order in which it lies there.
         documents: of the whole rows; None: a row is one document.
+        packed: the documents, cut where positions jump too.
         positions: int64 [B, S]; None: they count up in every row.
         last_position: the largest; int64 [].
+        places: of this rank's tokens in their rows; int64 [s].
         imbalance: of the work (pairs of a query and a key that it sees), how much more than the
             mean the busiest place in the ring has.
     """
@@ -49,20 +51,25 @@ class Cut:
     length: int
     spans: tuple[Spans, ...]
     documents: Documents | None
+    packed: Documents | None
     positions: Tensor | None
     last_position: Tensor
+    places: Tensor
     imbalance: float
 
     def to(self, device: torch.device | str) -> "Cut":
         return replace(
             self,
             documents=None if self.documents is None else self.documents.to(device),
+            packed=None if self.packed is None else self.packed.to(device),
             positions=None if self.positions is None else self.positions.to(device),
             last_position=self.last_position.to(device, non_blocking=True),
+            places=self.places.to(device, non_blocking=True),
         )
 
     def pin_memory(self) -> "Cut":
-        return replace(self, last_position=self.last_position.pin_memory())
+        small = {"last_position": self.last_position, "places": self.places}
+        return replace(self, **{name: tensor.pin_memory() for name, tensor in small.items()})
 
 
 @dataclass(frozen=True)
@@ -94,18 +101,18 @@ class Cutter:
         """
         if self.size == 1:
             return batch
-        documents, positions = _by_positions(batch)
-        extra = -batch.input_ids.shape[1] % self._multiple
+        documents, (packed, positions) = batch.documents, _by_positions(batch)
+        extra = -batch.input_ids.shape[1] % cut_multiple(self.size, self.ulysses, self.parts)
         last = batch.position_ids[:, -1:].expand(-1, extra)
         padded = MicroBatch(
             F.pad(batch.input_ids, (0, extra)),
             F.pad(batch.targets, (0, extra), value=IGNORE),
             torch.cat([batch.position_ids, last], dim=1),
         )
-        if documents is not None and extra:
-            documents = documents.padded(extra)
+        if extra:
+            documents, packed = (x and x.padded(extra) for x in (documents, packed))
         length = padded.input_ids.shape[1]
-        spans, imbalance = self._spans(length, documents)
+        spans, imbalance = self._spans(length, packed)
         place, part = divmod(self.rank, self.ulysses)
         held = torch.cat([torch.arange(*span) for span in spans[place]])
         mine = held.chunk(self.ulysses)[part]
@@ -117,16 +124,13 @@ class Cutter:
                 length,
                 spans,
                 documents,
+                packed,
                 None if positions is None else padded.position_ids,
                 batch.position_ids.max(),
+                mine,
                 imbalance,
             ),
         )
-
-    @property
-    def _multiple(self) -> int:
-        """Two chunks a place in the ring; each place's tokens over ulysses and tp ranks."""
-        return self.ring * math.lcm(2 if self.ring > 1 else 1, self.ulysses * self.parts)
 
     def _spans(self, length: int, documents: Documents | None) -> tuple[tuple[Spans, ...], float]:
         """And how uneven the work is."""
@@ -200,10 +204,10 @@ def _imbalance(spans: tuple[Spans, ...], work: Tensor) -> float:
 
 
 def _by_positions(batch: MicroBatch) -> tuple[Documents | None, Tensor | None]:
-    """The documents, and the positions where those do not simply count up.
+    """The packed sequences, and the positions where those do not simply count up.
 
-    Where positions jump transformers takes another packed sequence to begin. It would have to see
-    the whole row for that, so it is done here.
+    Where positions jump transformers takes another packed sequence to begin, in most models. It
+    would have to see the whole row for that, so it is done here.
     """
     jumps = batch.position_ids.diff() != 1
     if not jumps.any():

@@ -35,7 +35,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ds4d import gradients, optimizer_state
 from ds4d.checkpoint.logical import LogicalTensor
-from ds4d.comm import all_reduce
+from ds4d.comm import all_reduce, open_transport
 from ds4d.config.deepspeed_json import to_deepspeed
 from ds4d.config.types import RunConfig
 from ds4d.data.batch import MicroBatch
@@ -215,6 +215,7 @@ class Engine:
         )
         for name in fillers:  # DeepSpeed knows them now
             delattr(model, name)
+        open_transport(mesh.group("ring"), device)
         objective = Objective(run.training.label_smoothing, run.training.z_loss)
         pipeline = None
         if run.parallel.pp > 1:

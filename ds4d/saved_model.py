@@ -33,7 +33,7 @@ from ds4d.model.config import hf_config
 from ds4d.model.initial import InitialValues
 from ds4d.model.meta import logical_model, meta_model
 from ds4d.model.weights import Weights
-from ds4d.pipeline.check import why_not_staged
+from ds4d.pipeline.check import why_not_generated, why_not_staged
 from ds4d.pipeline.stage import inference_cutter
 from ds4d.tensor_parallel.check import why_not_cut
 from ds4d.tensor_parallel.inject import inject
@@ -79,13 +79,17 @@ def find_model(path: Path) -> Path:
         ) from None
 
 
-def check_can_be_cut(path: Path, *, pp: int, tp: int) -> None:
-    """Raises:
-    ConfigError: the model at ``path`` can't be cut over so many ranks.
-    CheckpointError: see ``find_model``.
+def check_can_be_cut(path: Path, *, pp: int, tp: int, generates: bool) -> None:
+    """Args:
+        generates: it is for generation, not for one pass over given tokens.
+
+    Raises:
+        ConfigError: the model at ``path`` can't be cut over so many ranks.
+        CheckpointError: see ``find_model``.
     """
     config = _config(find_model(path))
-    asked = (("--pp", pp, _why_not_staged), ("--tp", tp, why_not_cut))
+    why_no_stages = partial(_why_not_staged, generates=generates)
+    asked = (("--pp", pp, why_no_stages), ("--tp", tp, why_not_cut))
     problems = [
         Problem(option, reason)
         for option, ranks, why_not in asked
@@ -95,11 +99,11 @@ def check_can_be_cut(path: Path, *, pp: int, tp: int) -> None:
         raise ConfigError(problems, name=str(path))
 
 
-def _why_not_staged(config: PreTrainedConfig, pp: int) -> str | None:
+def _why_not_staged(config: PreTrainedConfig, pp: int, *, generates: bool) -> str | None:
     layers = config.get_text_config(decoder=True).num_hidden_layers
     if pp > layers:
         return f"{pp} stages for {layers} layers would leave some empty; pp can be {layers} at most"
-    return why_not_staged(config)
+    return why_not_staged(config) or (why_not_generated(config) if generates else None)
 
 
 def _config(folder: Path) -> PreTrainedConfig:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from ds4d import attention
+from ds4d.attention.trial import why_not_shared
 from ds4d.checkpoint.find import find, list_checkpoints
 from ds4d.checkpoint.load import load, read_extra
 from ds4d.checkpoint.save import save
@@ -137,6 +138,12 @@ def _check_documents(run: RunConfig, data: PreparedData, config: PreTrainedConfi
             raise ConfigError([Problem(f"ds4d.data.{name}", text)])
 
 
+def _check_context(run: RunConfig, config: PreTrainedConfig) -> None:
+    """``check`` cannot try a model that is still on the hub."""
+    if run.parallel.cp > 1 and (reason := why_not_shared(config)):
+        raise ConfigError([Problem("ds4d.parallel.cp", reason)])
+
+
 def _with_split(run: RunConfig, config: PreTrainedConfig) -> RunConfig:
     """``check`` cannot cut a model that is still on the hub, or whose vocabulary is not known."""
     if run.parallel.pp == 1:
@@ -166,6 +173,11 @@ def total_steps(run: RunConfig, num_samples: int) -> int:
     return max(1, math.ceil(run.training.epochs * num_samples / run.batch.train))
 
 
+def _imbalance(micro_batches: list[MicroBatch]) -> float | None:
+    """Of attention over the ranks that share these sequences: the largest ``Cut.imbalance``."""
+    return max((batch.cut.imbalance for batch in micro_batches if batch.cut), default=None)
+
+
 class Trainer:
     """One run: a config, its data, a mesh, an engine and a run folder."""
 
@@ -184,6 +196,7 @@ class Trainer:
             run.model, vocab_size=data.vocab_size, tokenizer=data.tokenizer
         )
         _check_documents(run, data, self.hf_config)
+        _check_context(run, self.hf_config)
         self.run = run = _with_split(run, self.hf_config)
         self._facts = facts(run, data, self.hf_config.to_dict())
         self.engine = Engine.create(
@@ -218,7 +231,8 @@ class Trainer:
                 result = self.engine.train_step(micro_batches, recorder=recorder)
                 self._judge(result, micro_batches)
                 stopping, peak_memory = self._agree(stop.requested)
-                metrics = self._metrics(result, time.perf_counter() - started, peak_memory)
+                seconds = time.perf_counter() - started
+                metrics = self._metrics(result, seconds, peak_memory, _imbalance(micro_batches))
                 last = self.progress.step == self.total_steps
                 evaluating = _due(self.run.training.eval_every, self.progress.step, last)
                 if evaluating and self.data.eval is not None:
@@ -286,7 +300,9 @@ class Trainer:
         stopping, peak = both.tolist()
         return bool(stopping), int(peak)
 
-    def _metrics(self, result: StepResult, seconds: float, peak_memory: int) -> dict[str, Any]:
+    def _metrics(
+        self, result: StepResult, seconds: float, peak_memory: int, imbalance: float | None
+    ) -> dict[str, Any]:
         metrics = {
             "step": self.progress.step,
             "loss": result.loss,
@@ -303,6 +319,8 @@ class Trainer:
             metrics["loss_scale"] = result.loss_scale
         if result.skipped:
             metrics["skipped"] = True
+        if imbalance is not None:
+            metrics["cp_imbalance"] = imbalance
         return metrics
 
     def evaluate(self) -> float:

@@ -1,7 +1,7 @@
 """Gradients of weights that are computed later than those of inputs.
 
 The backward pass of a product y = x W^T is two products: one for the gradient of x, which the
-layers before wait for, and one for that of W, for which nobody waits. A schedule like zb-h1 puts
+layers before wait for, and one for that of W, for which nobody waits. A schedule like zb-h1 or zbv puts
 the second one where a rank would be idle (Qi et al. 2024, arXiv 2401.10241). Within ``deferring``
 the products that know of it (``linear``, and those of tensor parallelism) leave the second one
 behind; ``Deferred.compute`` makes up for it. All other gradients come at once.

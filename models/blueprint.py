@@ -68,6 +68,9 @@ class Blueprint:
         whole_after: the module after which the model takes for granted that its hidden states have
             the shape of its inputs: from there on every rank has all tokens again.
         why_not_scattered: why its residual stream can't be cut along the sequence.
+        query_scale: of (an attention, int64 [s] places of tokens in their row): what it multiplies
+            its queries with, fp32 [s], where it takes the places from the shape of its input, which
+            may be a part of a sequence; None: nothing.
         why_not: of (config, t): a sentence why it can't be cut so, or None.
     """
 
@@ -79,4 +82,5 @@ class Blueprint:
     attention_dropout: tuple[str, ...] = ()
     whole_after: str | None = None
     why_not_scattered: str | None = None
+    query_scale: Callable[[Any, Any], Any] | None = None
     why_not: Callable[[Any, int], str | None] = lambda config, tp: None

@@ -105,7 +105,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "llama4_text": _with(
         "llama4_text", COMMON, head_dim=16, intermediate_size=64, intermediate_size_mlp=64,
-        num_local_experts=4, moe_layers=[1], attention_chunk_size=8,
+        num_local_experts=4, moe_layers=[1], attention_chunk_size=8, no_rope_layer_interval=2,
+        floor_scale=4,
     ),
     "mixtral": _with("mixtral", COMMON, MOE, intermediate_size=64),
     "gpt_oss": _with("gpt_oss", COMMON, MOE, WINDOW, head_dim=16, intermediate_size=64),

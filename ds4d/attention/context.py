@@ -6,8 +6,10 @@ head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,11 +17,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ds4d.attention import ulysses
+from ds4d.attention.documents import Documents
 from ds4d.attention.kernels import Call, attend, block_kernel, run_way
 from ds4d.attention.mask import carry
 from ds4d.attention.pairs import Seen
 from ds4d.attention.ring import Gathered, Ring
+from ds4d.attention.support import packs_by_positions
 from ds4d.context_parallel import Cut
+from ds4d.models.derive import blueprint_of
+
+W = TypeVar("W", Ring, Gathered)
 
 # With so few tokens on a rank all keys are gathered at once: a step of the ring would be shorter
 # than what it takes to begin one.
@@ -31,11 +38,13 @@ class ContextParallel:
     """Attributes:
     ring, ulysses: this rank's groups: ring x ulysses = cp.
     exchange: of keys and values in the ring: "p2p", "all_gather", or "auto".
+    packs_by_positions: the model takes another sequence to begin where positions jump.
     """
 
     ring: dist.ProcessGroup
     ulysses: dist.ProcessGroup
     exchange: str = "auto"
+    packs_by_positions: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,44 +54,55 @@ class Context:
     cut: Cut
     parallel: ContextParallel
 
+    @property
+    def documents(self) -> Documents | None:
+        """Of the whole sequences."""
+        return self.cut.packed if self.parallel.packs_by_positions else self.cut.documents
 
-def attend_over_ranks(call: Call, context: Context) -> Tensor:
-    """Args:
-    call: of this rank's tokens; but what is ``visible`` is said of the whole sequence.
+    def scaled(self, attention: nn.Module, query: Tensor) -> Tensor:
+        """A query [B, H, s, D] that its model scaled by where tokens stand on this rank, scaled by
+        where they stand in their row."""
+        scale = getattr(attention, "ds4d_query_scale", None)
+        if scale is None:
+            return query
+        places = self.cut.places
+        ratio = scale(attention, places) / scale(attention, torch.arange(len(places)).to(places))
+        return (query * ratio[:, None]).to(query.dtype)
 
-    Returns:
-        [B, s, H, Dv].
+    def attend(self, call: Call) -> Tensor:
+        """Args:
+        call: of this rank's tokens; but what is ``visible`` is said of the whole sequence.
 
-    Collective: cp.
-    """
-    if call.bias is not None:
-        raise ValueError(
-            "ds4d.parallel.cp: this model adds a bias to the scores of every query and key, which "
-            "is made from the tokens of one rank"
-        )
-    group = context.parallel.ulysses
-    if group.size() == 1:
-        return _along_ring(call, context)
-    query, key, value = ulysses.to_heads(call.query, call.key, call.value, group)
-    sinks = None if call.sinks is None else ulysses.own_heads(call.sinks, -1, group)
-    call = replace(call, query=query, key=key, value=value, sinks=sinks)
-    out = _along_ring(call, context)  # [B, u * s, H / u, Dv]
-    return ulysses.to_tokens(out.transpose(1, 2), group).transpose(1, 2)
+        Returns:
+            [B, s, H, Dv].
 
+        Collective: cp.
+        """
+        if call.bias is not None:
+            raise ValueError(
+                "ds4d.parallel.cp: this model adds a bias to the scores of every query and key, "
+                "which is made from the tokens of one rank"
+            )
+        group = self.parallel.ulysses
+        if group.size() == 1:
+            return self._along_ring(call)
+        query, key, value = ulysses.to_heads(call.query, call.key, call.value, group)
+        sinks = None if call.sinks is None else ulysses.own_heads(call.sinks, -1, group)
+        call = replace(call, query=query, key=key, value=value, sinks=sinks)
+        out = self._along_ring(call)  # [B, u * s, H / u, Dv]
+        return ulysses.to_tokens(out.transpose(1, 2), group).transpose(1, 2)
 
-def _along_ring(call: Call, context: Context) -> Tensor:
-    cut, visible = context.cut, call.visible
-    if cut.spans == (((0, cut.length),),):
-        return attend(call)
-    (batch, heads, num_tokens, _), documents = call.query.shape, visible.documents
-    way = Gathered if _gathers(num_tokens, context.parallel.exchange) else Ring
+    def _along_ring(self, call: Call) -> Tensor:
+        if self.cut.spans == (((0, self.cut.length),),):
+            return attend(call)
+        way = Gathered if _gathers(call.query.shape[2], self.parallel.exchange) else Ring
+        return run_way(call, partial(self.way, way, group=self.parallel.ring))
 
-    def make(call: Call) -> Gathered | Ring:
-        kernel = block_kernel(call)
+    def way(self, make: type[W], call: Call, *, group: dist.ProcessGroup) -> W:
+        kernel, visible, documents = block_kernel(call), call.visible, call.visible.documents
         seen = Seen(
-            batch,
-            heads,
-            cut.length,
+            *call.query.shape[:2],
+            self.cut.length,
             causal=visible.causal,
             window=visible.window,
             lengths=() if documents is None else documents.lengths,
@@ -90,9 +110,7 @@ def _along_ring(call: Call, context: Context) -> Tensor:
             split=kernel.holds_scores,
             cut_windows=not kernel.knows_windows,
         )
-        return way(kernel, cut.spans, seen, context.parallel.ring)
-
-    return run_way(call, make)
+        return make(kernel, self.cut.spans, seen, group)
 
 
 def _gathers(num_tokens: int, exchange: str) -> bool:
@@ -103,15 +121,27 @@ def install(model: PreTrainedModel, parallel: ContextParallel) -> None:
     """Make a model ready for parts of sequences. A ``Context`` enters it with the inputs
     (``loss.model_inputs``) and goes to attention, and to rotary scales that follow from the
     sequence's length, which transformers takes from the largest position."""
+    parallel = replace(parallel, packs_by_positions=packs_by_positions(type(model)))
     for entrance in {model, model.base_model}:  # a pipeline's stages have no use for the head
         entrance.ds4d_cp = parallel
     forward = _ForwardPass()
     model.base_model.register_forward_pre_hook(forward.begin, with_kwargs=True)
     model.base_model.register_forward_hook(forward.end, always_call=True)
     for module in model.modules():
+        if (scale := _query_scale(module)) is not None:
+            module.ds4d_query_scale = scale
         if _follows_length(module):
             module.register_forward_pre_hook(forward.append, with_kwargs=True)
             module.register_forward_hook(forward.remove)
+
+
+def _query_scale(module: nn.Module) -> Callable[[nn.Module, Tensor], Tensor] | None:
+    """Of an attention of a family that has one."""
+    config = getattr(module, "config", None)
+    is_attention = hasattr(module, "layer_idx") and hasattr(module, "scaling")
+    if not is_attention or config is None:
+        return None
+    return blueprint_of(config.model_type).query_scale
 
 
 def _follows_length(module: nn.Module) -> bool:

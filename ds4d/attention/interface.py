@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from ds4d.attention.context import Context, attend_over_ranks
+from ds4d.attention.context import Context
 from ds4d.attention.documents import Documents
 from ds4d.attention.kernels import Call, attend
 from ds4d.attention.mask import LazyMask
@@ -64,8 +64,9 @@ def attention(
     num_queries, num_keys = lengths = query.shape[2], key.shape[2]
     context = getattr(attention_mask, "context", None) if context is None else context
     if context is not None:
+        query = context.scaled(module, query)
         num_queries = num_keys = context.cut.length
-        documents = context.cut.documents
+        documents = context.documents
     elif documents is not None:
         _check_documents(documents, query.shape[0], *lengths)
     if attention_mask is None:
@@ -93,7 +94,7 @@ def attention(
         bias=None if position_bias is None else position_bias[..., :num_keys],
     )
     with own_dropout(tp if dropout else None):
-        return (attend(call) if context is None else attend_over_ranks(call, context)), None
+        return (attend if context is None else context.attend)(call), None
 
 
 def _of_whole(mask: LazyMask | torch.Tensor, context: Context) -> LazyMask:

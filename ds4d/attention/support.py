@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from functools import lru_cache
 
@@ -39,6 +40,17 @@ def implementation_for(config: PretrainedConfig) -> str:
         return NAME
     cls = _model_class(config)
     return "sdpa" if cls is not None and cls._supports_sdpa else "eager"
+
+
+def packs_by_positions(cls: type[PreTrainedModel]) -> bool:
+    """Whether a model gives its masks the positions: then another packed sequence begins where
+    these jump."""
+    return _POSITIONS_FOR_MASKS.search(_source(cls)) is not None
+
+
+_POSITIONS_FOR_MASKS = re.compile(
+    r"mask\w*\((?:[^()]|\([^()]*\))*\bposition_ids=|mask_kwargs = \{[^{}]*\"position_ids\""
+)
 
 
 def _model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:

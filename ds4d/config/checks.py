@@ -18,21 +18,6 @@ MODELS = ("ds4d.model.path", "ds4d.model.config")
 
 # -- layout and batch -----------------------------------------------------------------------------
 
-# Axes of which this version has the configuration but not the machinery: the issue that builds one
-# deletes its line.
-AXES_NOT_BUILT = {"cp": "context parallelism"}
-
-
-@rule(*DEGREES)
-def axes_are_built(draft: Draft) -> Problems:
-    for axis, name in AXES_NOT_BUILT.items():
-        if draft.degree(axis) > 1:
-            yield Problem(
-                f"ds4d.parallel.{axis}",
-                f"{draft.degree(axis)}: this version of ds4d has no {name} yet; set it to 1",
-            )
-
-
 @rule(*DEGREES)
 def degrees_make_the_world(draft: Draft) -> Problems:
     try:

@@ -94,6 +94,24 @@ class Draft:
         return self.model.why_not_staged()
 
     @cached_property
+    def why_not_cp(self) -> str | None:
+        """Why a sequence of the model can't be shared; None: it can."""
+        return self.model.why_not_shared()
+
+    @cached_property
+    def ulysses_size(self) -> int | None:
+        """``context.ulysses_size``; where it is to be chosen, the largest that leaves a ring of two
+        or more and divides the attention heads of a rank; None: there is none."""
+        cp, method = self.degree("cp"), self.get("ds4d.context.method")
+        asked = self.given("ds4d.context.ulysses_size")
+        if method != "hybrid" or asked is not None:
+            return {"ring": 1, "ulysses": cp}.get(method, asked)
+        heads = self.model.get("num_attention_heads")
+        heads = heads // self.degree("tp") if isinstance(heads, int) else cp
+        sizes = [n for n in range(2, cp) if cp % n == 0 and heads % n == 0]
+        return max(sizes, default=None)
+
+    @cached_property
     def placement(self) -> Placement:
         """Where the virtual stages of the pipeline are.
 

@@ -5,6 +5,7 @@ Rank order is pp, dp, cp, tp with tp innermost, so that the ranks that talk most
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import NamedTuple
 
@@ -77,3 +78,10 @@ def context_ranks(parallel: ParallelConfig, context: ContextConfig) -> dict[str,
 def ulysses_size(cp: int, context: ContextConfig) -> int:
     """Ranks that exchange heads: 1 is a ring alone, cp none."""
     return {"ring": 1, "ulysses": cp, "hybrid": context.ulysses_size}[context.method]
+
+
+def cut_multiple(cp: int, ulysses: int, parts: int) -> int:
+    """What the length of a sequence is padded to a multiple of: two chunks for each place in the
+    ring, whose tokens go evenly to its ulysses ranks and there into ``parts`` (over tp)."""
+    ring = cp // ulysses
+    return ring * math.lcm(2 if ring > 1 else 1, ulysses * parts)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ds4d.config import (  # noqa: F401  (the checks enter rules)
     checks,
+    checks_context,
     checks_deepspeed,
     checks_pipeline,
     validate,

@@ -72,6 +72,14 @@ class ModelFacts:
 
         return why_not_staged(self.config)
 
+    def why_not_shared(self) -> str | None:
+        """Why a sequence of the model can't be shared by ranks; None as in ``why_not_cut``."""
+        if self.config is None or self.problems:
+            return None
+        from ds4d.attention.trial import why_not_shared
+
+        return why_not_shared(self.config)
+
 
 def look_up(model: Mapping[str, Any], *, tokenizer_size: int | None = None) -> ModelFacts:
     """Facts about ``ds4d.model``, its form checked.

@@ -10,7 +10,15 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ds4d.config.layout import AXES, GROUP_AXES, coordinate_of, group_ranks
+from ds4d.config.layout import (
+    AXES,
+    GROUP_AXES,
+    context_ranks,
+    coordinate_of,
+    cut_multiple,
+    group_ranks,
+    ulysses_size,
+)
 from ds4d.config.report_pipeline import pipeline_dict, render_pipeline
 from ds4d.config.resolve import resolved
 from ds4d.config.types import RunConfig
@@ -26,7 +34,7 @@ def as_dict(run: RunConfig) -> dict[str, Any]:
     return {
         "world_size": run.parallel.world_size,
         "layout": {axis: getattr(run.parallel, axis) for axis in AXES},
-        "groups": {name: group_ranks(name, run.parallel) for name in GROUP_AXES},
+        "groups": _groups(run),
         "batch": {
             "train": run.batch.train,
             "micro": run.batch.micro,
@@ -64,9 +72,14 @@ def plain(shown: RenderableType) -> str:
     return console.file.getvalue().rstrip()
 
 
+def _groups(run: RunConfig) -> dict[str, list[list[int]]]:
+    groups = {name: group_ranks(name, run.parallel) for name in GROUP_AXES}
+    return groups | context_ranks(run.parallel, run.context)
+
+
 def _summary(run: RunConfig) -> list[str]:
     p, b = run.parallel, run.batch
-    return [
+    lines = [
         f"layout     {p.world_size} ranks = pp {p.pp} x dp {p.dp} x cp {p.cp} x tp {p.tp}, "
         f"ZeRO stage {run.zero_stage}",
         f"batch      {b.train} sequences a step = micro {b.micro} x accumulation {b.accumulation} "
@@ -74,6 +87,20 @@ def _summary(run: RunConfig) -> list[str]:
         f"precision  {run.precision.param_dtype} parameters, gradients accumulated in "
         f"{run.precision.grad_accum_dtype}",
     ]
+    return lines + ([_context(run)] if p.cp > 1 else [])
+
+
+def _context(run: RunConfig) -> str:
+    """How a sequence is shared, and what each rank has of it."""
+    cp, seq_len = run.parallel.cp, run.data.seq_len
+    size = ulysses_size(cp, run.context)
+    who = {1: f"ring of {cp} ranks", cp: f"{cp} ranks exchange heads"}.get(
+        size, f"ring of {cp // size} groups of {size} ranks that exchange heads"
+    )
+    parts = run.parallel.tp if run.parallel.sequence_parallel else 1
+    length = seq_len + -seq_len % cut_multiple(cp, size, parts)
+    padded = "" if length == seq_len else f", padded to {length:,}"
+    return f"context    {who}, {length // cp:,} of {seq_len:,} tokens each{padded}"
 
 
 def _ranks(run: RunConfig) -> Table:

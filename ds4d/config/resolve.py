@@ -46,6 +46,8 @@ def _ds4d_block(draft: Draft) -> dict[str, Any]:
     block["parallel"]["dp"] = draft.dp
     block["parallel"]["sequence_parallel"] = draft.sequence_parallel
     block["recompute"] = draft.recompute
+    if draft.get("ds4d.context.method") == "hybrid" and draft.degree("cp") > 1:
+        block["context"]["ulysses_size"] = draft.ulysses_size
     if draft.degree("pp") > 1:
         block["pipeline"]["chunks"] = draft.placement.chunks
         if draft.split is not None:

@@ -140,16 +140,17 @@ class ParallelConfig:
 class PipelineConfig:
     """How a pipeline (``parallel.pp`` > 1) runs."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved", "dualpipev", "zb-h1"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "dualpipev", "zb-h1", "zbv"] = "1f1b"
     """Order of the forward and backward passes of the micro-batches. "gpipe": all forwards, then
     all backwards. "1f1b": in turn, so that few activations are held. "interleaved": 1f1b with
     several chunks on each rank; shorter idle times, more messages. "zb-h1": 1f1b that computes the
     gradients of weights while others wait. "dualpipev": two chunks on each rank, filled from both
-    ends; needs 2 x pp micro-batches."""
+    ends; needs 2 x pp micro-batches. "zbv": two such chunks, and gradients of weights while others
+    wait; the shortest idle times."""
 
     chunks: Count = 1
     """Virtual stages on each rank: 2 or more for "interleaved" (chunk j of rank r is stage j x pp +
-    r of the model), always 2 for "dualpipev" (r and 2 x pp - 1 - r), 1 for the others."""
+    r of the model), always 2 for "dualpipev" and "zbv" (r and 2 x pp - 1 - r), 1 for the others."""
 
     split: tuple[int | str, ...] | None = None
     """Layers of each of the pp x chunks stages, in the order of the model: numbers of layers, as in

@@ -3,9 +3,12 @@ tried, without memory and without a process group."""
 
 from __future__ import annotations
 
-from transformers import PreTrainedConfig
+import inspect
 
-from ds4d.pipeline.probe import SHAPE, Anatomy, Refusal, fake_model, probe, run_base
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+
+from ds4d.pipeline.probe import SHAPE, Anatomy, Refusal, call_base, fake_model, probe, run_base
 from ds4d.pipeline.stage import Stages
 
 
@@ -18,6 +21,22 @@ def why_not_staged(config: PreTrainedConfig) -> str | None:
             _rehearse(config, anatomy, ((0, 1), (1, layers)), stage)
     except ValueError as error:
         return f"model_type {config.model_type} can't be cut into stages: {error}"
+    return None
+
+
+def why_not_generated(config: PreTrainedConfig) -> str | None:
+    """Why the stages of the model of ``config`` can't generate; None: they can, if it can be cut
+    into stages. What a call hands to the next one must be in a cache of transformers: that is what
+    ``cache.py`` keeps in step for the layers of other ranks."""
+    try:
+        with fake_model(config) as model:
+            taken = inspect.signature(model.base_model.forward).parameters
+            given = call_base(model, use_cache=True)
+            for name, value in given.items():
+                if name in taken and not isinstance(value, Cache):
+                    raise Refusal(f"what it keeps of a text, {name}, is no cache of transformers")
+    except ValueError as error:
+        return f"model_type {config.model_type} can't generate in stages: {error}"
     return None
 
 

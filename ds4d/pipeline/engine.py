@@ -31,7 +31,7 @@ from ds4d.tensor_parallel import sequence
 from ds4d.tensor_parallel.state import TensorParallel
 from ds4d.weight_gradients import Deferred, deferring, make_deferrable
 
-SPLIT_BACKWARD = ("zb-h1",)
+SPLIT_BACKWARD = ("zb-h1", "zbv")
 
 
 class _Held(NamedTuple):

@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
+from transformers.utils import ModelOutput
 
 from ds4d import attention
 from ds4d.pipeline.stack import layer_stack
@@ -108,14 +109,21 @@ def run_base(model: PreTrainedModel, embeds: Tensor | None = None) -> Tensor:
     Args:
         embeds: [*SHAPE, *], given in the place of tokens.
     """
+    return call_base(model, embeds)[0]
+
+
+def call_base(
+    model: PreTrainedModel, embeds: Tensor | None = None, *, use_cache: bool = False
+) -> ModelOutput:
+    """All that the base model returns; see ``run_base``."""
     base = model.base_model
     ids = torch.zeros(SHAPE, dtype=torch.long)
     # with a mask transformers does not look for documents in the positions
-    inputs = {"use_cache": False, "attention_mask": torch.ones_like(ids)}
+    inputs = {"use_cache": use_cache, "attention_mask": torch.ones_like(ids)}
     inputs |= {"input_ids": ids} if embeds is None else {"inputs_embeds": embeds}
     if "position_ids" in inspect.signature(base.forward).parameters:
         inputs["position_ids"] = ids
-    return base(**inputs)[0]
+    return base(**inputs)
 
 
 def _implementation(config: PreTrainedConfig) -> str:

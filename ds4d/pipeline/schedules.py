@@ -11,13 +11,17 @@ the activations that an order takes, and finds one that cannot be run.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
+from itertools import count
 from typing import NamedTuple
 
 from ds4d.pipeline.actions import Action, Kind, Placement, Schedule
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT
+# where a pass's time decides; a weight half is products alone, the others have attention and norms
+TICKS = {F: 4, I: 4, W: 3}
 
 
 def make_schedule(name: str, *, ranks: int, chunks: int, micro_batches: int) -> Schedule:
@@ -41,7 +45,9 @@ def make_schedule(name: str, *, ranks: int, chunks: int, micro_batches: int) -> 
             f"{rule.micro_batches_per_rank} micro-batches for each of the {ranks} pipeline ranks; "
             f"use {needed} or more, or another schedule"
         )
-    orders = (rule.order(rank, placement, micro_batches) for rank in range(ranks))
+    orders = [rule.order(rank, placement, micro_batches) for rank in range(ranks)]
+    if rule.late_weights:
+        orders = _with_late_weights(orders, placement)
     return Schedule(name, placement, micro_batches, tuple(map(tuple, orders)))
 
 
@@ -176,6 +182,71 @@ def _zb_h1(rank: int, placement: Placement, micro_batches: int) -> list[Action]:
     return _alternate(forwards, halves, ahead=placement.ranks - rank - 1)
 
 
+def _zbv(rank: int, placement: Placement, micro_batches: int) -> list[Action]:
+    """ZB-V: down the ranks and up again, so that the last stage is on the first rank, whose
+    backwards begin as its last forwards do. Forwards and input halves are in the order of torch's
+    ScheduleZBVZeroBubble, which is for 2p - 1 micro-batches or more; of fewer, the others are left
+    out. With the weight halves between them each rank is idle for (p - 1)I, the time of a chunk, if
+    W <= F <= I <= 2W and m >= 2p - 1: a sixth of 1F1B's where F = I = W. That was found by
+    simulation; the tests hold it.
+
+    Source: arXiv 2401.10241, section 6; 2405.15362."""
+    after = placement.ranks - rank - 1
+    made = max(micro_batches, 2 * placement.ranks - 1)
+    f0, f1, i0, i1 = (iter(_passes(kind, chunk, made)) for kind in (F, I) for chunk in (0, 1))
+    phases = [
+        (2 * after + 1, [f0]),
+        (rank, [f1, f0]),
+        (after + 1, [f1, i1]),
+        (made - placement.ranks - after, [f0, i0, f1, i1]),
+        (after, [i0, f1, i1]),
+        (rank, [i0, i1]),
+        (after + 1, [i0]),
+    ]
+    order = (next(each) for times, passes in phases for _ in range(times) for each in passes)
+    return [action for action in order if action.micro_batch < micro_batches]
+
+
+def _with_late_weights(
+    orders: Sequence[Sequence[Action]], placement: Placement
+) -> list[list[Action]]:
+    """Add the weight halves to orders without. A rank makes the oldest one when it would wait, or
+    when its next forward would be more than it may hold: p * v chunks, which is what 1F1B holds on
+    its first rank. When that is, is found by letting every pass take its ``TICKS``."""
+    others = [deque(order) for order in orders]
+    weights: list[deque[Action]] = [deque() for _ in orders]
+    done: list[list[Action]] = [[] for _ in orders]
+    room = [placement.stages] * placement.ranks
+    free_at = [0] * placement.ranks
+    made_at: dict[tuple[Kind, int, int], int] = {}  # (kind, stage, micro-batch) -> when
+
+    def take(rank: int, now: int) -> Action | None:
+        if others[rank]:
+            kind, chunk, i = others[rank][0]
+            needed = placement.stage_of(rank, chunk) + (-1 if kind is F else 1)
+            inside = 0 <= needed < placement.stages
+            is_there = not inside or made_at.get((kind, needed, i), now + 1) <= now
+            if is_there and (room[rank] or kind is not F):
+                return others[rank].popleft()
+        return weights[rank].popleft() if weights[rank] else None
+
+    for now in count():
+        if not any(others) and not any(weights):
+            return done
+        for rank in range(placement.ranks):
+            if free_at[rank] > now or (action := take(rank, now)) is None:
+                continue
+            kind, chunk, i = action
+            done[rank].append(action)
+            free_at[rank] = now + TICKS[kind]
+            made_at[kind, placement.stage_of(rank, chunk), i] = free_at[rank]
+            if kind is I:
+                weights[rank].append(action._replace(kind=W))
+            else:
+                room[rank] += 1 if kind is W else -1
+        assert max(free_at) > now, "these orders can't be run: every rank waits"
+
+
 def _passes(kind: Kind, chunk: int, micro_batches: int) -> list[Action]:
     return [Action(kind, chunk, i) for i in range(micro_batches)]
 
@@ -194,12 +265,18 @@ def _alternate(
 
 
 class _Rule(NamedTuple):
-    """``chunks``: None if any number will do. ``micro_batches_per_rank``: at least."""
+    """``chunks``: None if any number will do. ``micro_batches_per_rank``: at least.
+    ``late_weights``: ``order`` has no weight halves; ``_with_late_weights`` adds them."""
 
     order: Callable[[int, Placement, int], list[Action]]
     placement: Callable[[int, int], Placement] = Placement.loop
     chunks: int | None = 1
     micro_batches_per_rank: int = 0
+    late_weights: bool = False
+
+
+def _vee(ranks: int, _chunks: int) -> Placement:
+    return Placement.vee(ranks)
 
 
 _RULES = {
@@ -207,7 +284,6 @@ _RULES = {
     "1f1b": _Rule(_one_f_one_b),
     "interleaved": _Rule(_interleaved, chunks=None),
     "zb-h1": _Rule(_zb_h1),
-    "dualpipev": _Rule(
-        _dualpipev, lambda ranks, _: Placement.vee(ranks), chunks=2, micro_batches_per_rank=2
-    ),
+    "dualpipev": _Rule(_dualpipev, _vee, chunks=2, micro_batches_per_rank=2),
+    "zbv": _Rule(_zbv, _vee, chunks=2, late_weights=True),
 }

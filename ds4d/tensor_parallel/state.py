@@ -12,12 +12,13 @@ class NoGroup:
     """Stands for a process group as far as cutting a model asks it; nothing can be communicated."""
 
     ranks: int = 1
+    place: int = 0
 
     def size(self) -> int:
         return self.ranks
 
     def rank(self) -> int:
-        return 0
+        return self.place
 
 
 @dataclass

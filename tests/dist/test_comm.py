@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,6 +49,42 @@ def test_plain_collectives(world, dtype):
     first, *others = run_distributed(plain_collectives, world, dtype=dtype)
     for other in others:  # the same to the bit on every rank
         assert all(torch.equal(a, b) for a, b in zip(first[:2], other[:2], strict=True))
+
+
+def parts_and_parcels(shared: bool):
+    """A part for each rank; tensors to some ranks and from others, of different sizes."""
+    from ds4d import comm, shared_memory
+
+    group = dist.group.WORLD
+    rank, size = group.rank(), group.size()
+    everyone = [mine(r, size, PART, WIDTH) for r in range(size)]
+    transport = {} if shared else {"return_value": None}
+    with mock.patch.object(
+        shared_memory, "channel_of", wraps=None if transport else shared_memory.channel_of,
+        **transport,
+    ):  # fmt: skip
+        from_each = comm.all_to_all(everyone[rank], group, purpose="a")
+        assert torch.equal(from_each, torch.stack([parts[rank] for parts in everyone]))
+        summed = comm.sum_parts(everyone[rank], group, purpose="b")
+        torch.testing.assert_close(summed, sum(parts[rank] for parts in everyone))
+        gathered = comm.begin_all_gather(everyone[rank], group, purpose="c").wait()
+        assert torch.equal(gathered, torch.stack(everyone))
+        with comm.count_traffic() as traffic:
+            for distance in range(1, size):  # the first rank sends nothing, all others do
+                to, source = (rank + distance) % size, (rank - distance) % size
+                sends = [(everyone[rank][to, : rank + 1].contiguous(), to)] if rank else []
+                out = torch.empty(source + 1, WIDTH)
+                receives = [(out, source)] if source else []
+                comm.begin_exchange(sends, receives, group, purpose="d").wait()
+                assert not source or torch.equal(out, everyone[source][rank, : source + 1])
+        sent = (size - 1) * (rank + 1) * WIDTH * 4 if rank else 0
+        assert traffic.of("d") == sent
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("world", [2, 3])
+def test_parts_and_parcels(world, shared):
+    run_distributed(parts_and_parcels, world, shared=shared)
 
 
 def of_autograd():

@@ -115,7 +115,7 @@ def test_lengths_and_rows_that_change_between_steps_and_micro_batches():
 def test_fewer_micro_batches_than_ranks():
     cases = [
         (family, with_schedule(name, stage=stage, micro=2), steps_of([(2, 23)] * count), nothing)
-        for name in ("gpipe", "1f1b", "interleaved", "zb-h1")
+        for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
         for family, count, stage in [("llama tied", 1, 1), ("gpt2", 2, 0), ("llama tied", 3, 0)]
     ]
     compare(cases, 4, layers=8)
@@ -171,8 +171,9 @@ def test_parts_that_are_not_trained_beside_other_axes():
         for family, what in PARTS
     ]
     # four stages, two on each rank: the second rank has those in the middle
-    options = with_schedule("dualpipev", pp=2, tp=2, split=(1, 1, 2, 1))
-    cases.append(("llama", options, FOUR, partial(freeze, parts=_layers(1, 4))))
+    for schedule in ("dualpipev", "zbv"):
+        options = with_schedule(schedule, pp=2, tp=2, split=(1, 1, 2, 1))
+        cases.append(("llama", options, FOUR, partial(freeze, parts=_layers(1, 4))))
     compare(cases, 4)
 
 

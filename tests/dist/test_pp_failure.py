@@ -80,6 +80,7 @@ def test_a_step_that_is_not_finite_is_skipped_everywhere_and_its_origin_named(pp
         "1f1b": [("lm_head", pp - 1), ("model.layers.0.mlp.down_proj", 0)],
         "gpipe": [("model.layers.7.mlp.down_proj", pp - 1)],
         "zb-h1": [("model.layers.5.mlp.up_proj", 5 * pp // 8)],
+        "zbv": [("model.layers.4.mlp.up_proj", pp - 1)],
         "interleaved": [("model.layers.3.mlp.down_proj", pp - 1), ("lm_head", pp - 1)],
         "dualpipev": [("model.layers.4.mlp.down_proj", pp - 1), ("lm_head", 0)],
     }

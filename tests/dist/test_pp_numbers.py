@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ds4d.pipeline.engine import SPLIT_BACKWARD
 from ds4d.pipeline.schedules import make_schedule
 from ds4d.pipeline.simulate import simulate
 from tests.dist.test_pp_edges import steps_of
@@ -21,6 +22,7 @@ from tests.parity import folder_of, make_engine, make_run
 LAYERS, E, F, V = 8, 48, 56, 101
 MICRO_BATCHES, S = 8, 24
 N = S * E * 4  # bytes of a hidden state of a micro-batch of one row, in fp32
+VEES = ("dualpipev", "zbv")
 
 
 class Watch:
@@ -101,6 +103,7 @@ def promised(schedule: str, p: int, r: int, v: int, m: int) -> int:
         "interleaved": min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1),
         "dualpipev": 2 * p + 1,
         "zb-h1": min(m, p - r),  # whole; until the weight half: p
+        "zbv": 2 * p,
     }[schedule]
 
 
@@ -135,8 +138,9 @@ def test_activations_in_flight(p):
                 of[chunk, i] = size.setdefault((chunk, kind), now - others)
                 assert now == others + of[chunk, i], (case, kind, chunk, i)
             assert all(0 < size[chunk, "F"] for chunk in range(v)), case
-            if name == "zb-h1":  # of each layer what goes into q, k and v, o, gate and up, down
-                assert size[0, "I"] == LAYERS // p * S * (3 * E + F) * 4, case
+            if name in SPLIT_BACKWARD:  # of a layer, into q, k and v, o, gate and up, down
+                inputs = LAYERS // (p * v) * S * (3 * E + F) * 4
+                assert all(size[chunk, "I"] == inputs for chunk in range(v)), case
 
 
 def traffic_of_a_step(runs, micro_batches):
@@ -155,7 +159,7 @@ def traffic_of_a_step(runs, micro_batches):
 @pytest.mark.parametrize("p", [2, 4])
 def test_bytes_between_stages(p):
     """formulas.md 2.4: N each way at each boundary, for each micro-batch; interleaved has v times
-    as many stages, DualPipeV twice, of which two are on one rank. And the tied weight, once."""
+    as many stages, a vee twice, of which two are on one rank. And the tied weight, once."""
     (micro_batches,) = steps_of([(2, S)] * MICRO_BATCHES)
     n, tied = 2 * N, V * E * 4
     options = dict(rows=2 * MICRO_BATCHES, micro=2, pp=p)
@@ -170,11 +174,11 @@ def test_bytes_between_stages(p):
         for case, sent in zip(cases, rank, strict=True):
             boundaries = {  # times directions in which this rank sends
                 "interleaved": 4 if inner else 3,
-                "dualpipev": 4 if inner else 2,
+                **dict.fromkeys(VEES, 4 if inner else 2),
             }.get(case[0], 2 if inner else 1)
             calls = boundaries * MICRO_BATCHES
             expected = {("pipeline", "send"): (calls * n, calls)}
-            if case[0] != "dualpipev" and not inner:
+            if case[0] not in VEES and not inner:
                 expected["tied weights", "all_reduce"] = (tied, 1)  # a ring of two: 2 (t - 1) / t
             assert sent == expected, (case, r)
 

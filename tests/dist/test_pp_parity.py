@@ -25,6 +25,7 @@ SCHEDULES = {
     "interleaved": dict(chunks=2),
     "dualpipev": dict(chunks=2),
     "zb-h1": {},
+    "zbv": dict(chunks=2),
 }
 
 
@@ -64,7 +65,7 @@ def test_with_recomputation(recompute):
     cases = [
         (name, with_schedule(schedule, pp=2, recompute=recompute, stage=stage))
         for name in ("llama", "gpt2", "gemma2", "mixtral")
-        for schedule in ("1f1b", "interleaved", "zb-h1")
+        for schedule in ("1f1b", "interleaved", "zb-h1", "zbv")
         for stage in (0, 1)
     ]
     compare(cases, 2, layers=4)
@@ -75,7 +76,7 @@ def test_with_recomputation_and_tensor_parallelism(recompute):
     cases = [
         (name, with_schedule(s, pp=2, tp=2, recompute=recompute, sequence_parallel=cut, stage=0))
         for name in ("llama tied", "gpt2", "mixtral")
-        for s in ("1f1b", "zb-h1")
+        for s in ("1f1b", "zb-h1", "zbv")
         for cut in (False, True)
     ]
     compare(cases, 4, layers=4)
@@ -122,7 +123,7 @@ def test_all_axes_together():
         (name, with_schedule(s, pp=2, tp=2, dp=2, sequence_parallel=True, recompute="selective",
                              rows=8, micro=2))
         for name in ("llama tied", "llama, one key head", "gpt2")
-        for s in ("interleaved", "zb-h1")
+        for s in ("interleaved", "zb-h1", "zbv")
     ]  # fmt: skip
     compare(cases, 8, layers=5)
 

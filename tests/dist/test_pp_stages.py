@@ -149,10 +149,8 @@ def test_dropout_differs_between_stages_and_is_repeated_by_recomputation():
     (micro_batches,) = steps_of([(1, 24)] * 8)
     folder = folder_of("gpt2", LAYERS, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
     how = ("none", "full", "selective")
-    layouts = [
-        with_schedule(schedule, pp=pp, tp=4 // pp)
-        for schedule, pp in [("1f1b", 4), ("zb-h1", 4), ("interleaved", 2), ("dualpipev", 2)]
-    ]
+    stages = {"1f1b": 4, "zb-h1": 4, "interleaved": 2, "dualpipev": 2, "zbv": 2}
+    layouts = [with_schedule(schedule, pp=pp, tp=4 // pp) for schedule, pp in stages.items()]
     runs = [make_run(folder, rows=8, recompute=r, **layout) for layout in layouts for r in how]
     ranks = run_distributed(masks_and_results, 4, runs=runs, micro_batches=micro_batches)
     for index, layout in enumerate(layouts):

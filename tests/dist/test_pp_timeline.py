@@ -13,7 +13,7 @@ from ds4d.pipeline.schedules import make_schedule
 from tests.harness import run_distributed
 from tests.parity import batches, folder_of, make_engine, make_run, share_of
 
-SCHEDULES = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "dualpipev": 2}
+SCHEDULES = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "dualpipev": 2, "zbv": 2}
 SLOW_SECONDS = 0.03  # a layer of the first rank
 
 

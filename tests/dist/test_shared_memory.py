@@ -53,6 +53,9 @@ def collectives():
             gathered = total.new_empty(size, *total.shape)
             over.all_gather(gathered, everyone[rank]).wait()
             assert torch.equal(gathered, torch.stack(everyone))
+            exchanged = torch.empty_like(total)
+            over.all_to_all(exchanged, everyone[rank]).wait()
+            assert torch.equal(exchanged, torch.stack([parts[rank] for parts in everyone]))
     number = torch.tensor(rank + 0.5)
     over.all_reduce(number, dist.ReduceOp.SUM).wait()
     assert number.shape == () and number == size**2 / 2

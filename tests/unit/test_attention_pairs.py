@@ -185,3 +185,18 @@ def test_blocks_are_few_and_large():
         else:
             assert block.is_whole and key in (expected[here > there], expected[here < there])
             assert key == (((0, size), (0, half)) if here > there else ((half, size), (0, size)))
+
+
+@pytest.mark.parametrize("ring", [2, 4])
+@pytest.mark.parametrize("lengths", [(), (1500, 2596), (100,) * 40 + (96,)], ids=str)
+def test_no_two_blocks_of_a_rank_begin_at_the_same_place(ring, lengths):
+    """Else they would drop the same weights."""
+    cut = zigzag(4096, ring)
+    seen = Seen(1, 8, 4096, True, None, lengths, general=False, split=True)
+    for here in cut:
+        found = [block for there in cut for block in pair(here, there, seen).blocks]
+        places = {
+            (block.rows[0], block.queries[0] + block.origin[0], block.keys[0] + block.origin[1])
+            for block in found
+        }
+        assert len(places) == len(found) > 1

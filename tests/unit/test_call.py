@@ -13,6 +13,9 @@ from tests.unit.test_cli import refused
 LLAMA = dict(
     model_type="llama", hidden_size=32, num_hidden_layers=2, num_attention_heads=8, vocab_size=96
 )
+RWKV = dict(
+    model_type="rwkv", hidden_size=32, attention_hidden_size=32, num_hidden_layers=4, vocab_size=96
+)
 XLNET = dict(model_type="xlnet", d_model=32, n_layer=2, n_head=2, d_inner=32, vocab_size=96)
 
 
@@ -93,6 +96,7 @@ def test_each_rank_takes_its_device(gpus, model, jobs, visible, options, devices
         (LLAMA, ["--pp=4"], ["--pp: 4 stages for 2 layers would leave some empty; pp can be 2 at"]),
         (LLAMA, ["--pp=3", "--tp=3"], ["--pp: 3 stages", "--tp: 3: this llama"]),
         (XLNET, ["--pp=2"], ["--pp: model_type xlnet can't be cut into stages"]),
+        (RWKV, ["--pp=2"], ["--pp: model_type rwkv can't generate in stages", "state, is no"]),
     ],
 )
 def test_what_cannot_be_cut_is_refused_before_any_rank_starts(
@@ -103,6 +107,14 @@ def test_what_cannot_be_cut_is_refused_before_any_rank_starts(
     code, out, err = command(capsys, "generate", tmp_path, "text", *options)
     assert (code, out, jobs) == (2, "", [])
     assert all(message in err for message in messages)
+
+
+def test_stages_evaluate_what_they_cannot_generate_with(gpus, tmp_path, jobs):
+    gpus()
+    AutoConfig.for_model(**RWKV).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit):
+        cli.main(["eval", str(tmp_path), "--pp=2"])
+    assert jobs[0].num_ranks == 2
 
 
 def test_stages_of_ranks(gpus, model, jobs):

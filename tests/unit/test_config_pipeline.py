@@ -71,6 +71,10 @@ REFUSED = {
         file(4, pipeline=of("zb-h1", 2)),
         {"ds4d.pipeline.chunks": "2: ds4d.pipeline.schedule 'zb-h1' has always 1 on each rank"},
     ),
+    "three chunks of zbv": (
+        file(2, pipeline=of("zbv", 3)),
+        {"ds4d.pipeline.chunks": "3: ds4d.pipeline.schedule 'zbv' has always 2 on each rank"},
+    ),
     "three chunks of dualpipev": (
         file(2, pipeline=of("dualpipev", 3)),
         {"ds4d.pipeline.chunks": "3: ds4d.pipeline.schedule 'dualpipev' has always 2"},
@@ -213,6 +217,7 @@ def test_a_wrong_batch_is_reported_once():
         (2, of("interleaved", 2), 2, (2, 2, 2, 2)),
         (2, of("dualpipev"), 2, (2, 2, 2, 2)),
         (2, of("dualpipev", 2), 2, (2, 2, 2, 2)),
+        (2, of("zbv"), 2, (2, 2, 2, 2)),
         (2, {"split": [5, 3]}, 1, (5, 3)),
         (4, {"split": ["model.layers.1", "model.layers.2", "model.layers.7"]}, 1, (1, 1, 5, 1)),
     ],

@@ -224,10 +224,6 @@ WRONG = {
         {"scheduler.params.total_num_steps": '"auto" is ds4d.training.steps, which is not given'},
     ),
     # -- layout and batch
-    "axes that are not built": (
-        dict(ds4d__parallel={"cp": 2}),
-        {"ds4d.parallel.cp": "2: this version of ds4d has no context parallelism yet"},
-    ),
     "no batch word": (
         dict(train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto"),
         {"train_batch_size": "missing: give a number for train_batch_size or for train_micro"},
@@ -364,8 +360,7 @@ def test_zero_2_and_3_with_a_pipeline(stage, more):
     assert problems(one_stage, world_size=4) == {}
 
 
-def test_the_world(monkeypatch):
-    monkeypatch.setattr(checks, "AXES_NOT_BUILT", {})
+def test_the_world():
     content = changed(ds4d__parallel={"tp": 2, "cp": 2, "dp": "auto"})
     assert load(content, world_size=12).parallel.dp == 3
     assert problems(content, world_size=6) == {

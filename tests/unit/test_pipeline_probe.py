@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import wraps
+
 import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig
 from transformers.models.llama import modeling_llama
 
-from ds4d.pipeline.check import why_not_staged
+from ds4d.pipeline.check import why_not_generated, why_not_staged
 from ds4d.pipeline.probe import probe
 from tests.tp_families import FAMILIES, with_layers
 
@@ -20,6 +22,7 @@ def config_of(name: str, layers: int = 4):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_of_the_tensor_parallel_tests_can_be_cut(name):
     assert why_not_staged(config_of(name)) is None
+    assert why_not_generated(config_of(name)) is None
 
 
 def test_what_stands_before_and_after_the_layers():
@@ -162,6 +165,25 @@ def test_parameters_that_belong_to_the_model_itself_are_refused(monkeypatch):
 
     monkeypatch.setattr(modeling_llama.LlamaModel, "__init__", with_scale)
     assert "parameters that are in no module" in why_not_staged(config_of("llama"))
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "openai-gpt"])
+def test_states_in_a_cache_of_transformers_and_no_cache_at_all_can_generate(model_type):
+    assert why_not_generated(AutoConfig.for_model(model_type)) is None
+
+
+def test_what_a_text_leaves_elsewhere_than_in_a_cache_of_transformers_is_refused(monkeypatch):
+    assert "a text, state, is no cache" in why_not_generated(AutoConfig.for_model("rwkv"))
+    forward = modeling_llama.LlamaModel.forward
+
+    @wraps(forward)
+    def with_own_cache(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.cache = [(layer.keys, layer.values) for layer in output.cache.layers]
+        return output
+
+    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", with_own_cache)
+    assert "cache, is no cache of transformers" in why_not_generated(config_of("llama"))
 
 
 @pytest.mark.parametrize(

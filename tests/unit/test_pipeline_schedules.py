@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from ds4d.pipeline.actions import Action, Kind, Placement
+from ds4d.pipeline.engine import SPLIT_BACKWARD
 from ds4d.pipeline.schedules import chunks_of, forward_only, make_schedule, placement_of
 
 SHAPES = [  # schedule, ranks, chunks, micro-batches
@@ -17,7 +20,9 @@ SHAPES = [  # schedule, ranks, chunks, micro-batches
     for v in chunks
     for p in (1, 2, 4, 5)
     for m in (1, 3, 4, 9)
-] + [("dualpipev", p, 2, m) for p in (1, 2, 5) for m in (2 * p, 2 * p + 3)]
+]
+SHAPES += [("dualpipev", p, 2, m) for p in (1, 2, 5) for m in (2 * p, 2 * p + 3)]
+SHAPES += [("zbv", p, 2, m) for p in (1, 2, 4, 5) for m in (1, 3, 4, 9)]
 
 
 def words(order) -> str:
@@ -53,7 +58,7 @@ def test_interleaved_takes_a_group_through_all_chunks():
 def test_every_pass_is_there_once_and_in_order(name, p, v, m):
     made = make_schedule(name, ranks=p, chunks=v, micro_batches=m)
     assert (made.name, made.micro_batches, len(made.actions)) == (name, m, p)
-    kinds = "FIW" if name == "zb-h1" else "FB"
+    kinds = "FIW" if name in SPLIT_BACKWARD else "FB"
     for order in made.actions:
         assert Counter(order) == Counter(
             Action(Kind(kind), chunk, i) for kind in kinds for chunk in range(v) for i in range(m)
@@ -62,6 +67,38 @@ def test_every_pass_is_there_once_and_in_order(name, p, v, m):
             for chunk in range(v):
                 mine = [a.micro_batch for a in order if (a.kind, a.chunk) == (kind, chunk)]
                 assert mine == list(range(m))
+
+
+def test_zbv_goes_down_and_up_and_makes_weight_halves_where_it_would_wait():
+    made = make_schedule("zbv", ranks=2, chunks=2, micro_batches=4)
+    assert words(made.actions[0]) == (
+        "F0.0 F0.1 F0.2 F1.0 I1.0 W1.0 F1.1 I1.1 W1.1 F0.3 I0.0 W0.0 F1.2 I1.2 W1.2 I0.1 W0.1 "
+        "F1.3 I1.3 I0.2 W1.3 W0.2 I0.3 W0.3"
+    )
+    assert words(made.actions[1]) == (
+        "F0.0 F1.0 F0.1 F1.1 I1.0 W1.0 F0.2 I0.0 W0.0 F1.2 I1.1 W1.1 F0.3 I0.1 W0.1 F1.3 I1.2 "
+        "I0.2 I1.3 I0.3 W1.2 W0.2 W1.3 W0.3"
+    )
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 8])
+def test_zbv_has_the_forwards_and_input_halves_of_torch(p):
+    """For as many micro-batches as torch's order is for, and for fewer."""
+    for m in (1, p, 2 * p - 1, 2 * p, 3 * p + 1):
+        made = make_schedule("zbv", ranks=p, chunks=2, micro_batches=m)
+        for rank, order in enumerate(made.actions):
+            assert [a for a in order if a.kind is not Kind.WEIGHT] == torch_zbv(p, m, rank)
+
+
+def torch_zbv(p, m, rank) -> list[Action]:
+    kinds = {torch_schedules.FORWARD: Kind.FORWARD, torch_schedules.BACKWARD_INPUT: Kind.INPUT}
+    asked = SimpleNamespace(pp_group_size=p, num_stages=2 * p, _n_microbatches=m)
+    made = torch_schedules.ScheduleZBVZeroBubble._calculate_single_rank_operations(asked, rank)
+    return [
+        Action(kinds[each.computation_type], int(each.stage_index >= p), each.microbatch_index)
+        for each in made
+        if each is not None and each.computation_type in kinds
+    ]
 
 
 def deepspeed_order(p, m, rank):
@@ -104,7 +141,7 @@ def test_evaluation_goes_round_the_loop_before_it_takes_more():
 def test_chunks_and_places():
     assert chunks_of("dualpipev", 1) == chunks_of("dualpipev", 2) == 2
     assert chunks_of("interleaved", 3) == 3 and chunks_of("1f1b", 1) == 1
-    assert placement_of("dualpipev", 3, 1) == Placement.vee(3)
+    assert placement_of("dualpipev", 3, 1) == placement_of("zbv", 3, 1) == Placement.vee(3)
     assert placement_of("interleaved", 3, 2) == Placement.loop(3, 2)
     loop = Placement.loop(3, 2)
     assert [list(loop.of_rank(rank)) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
@@ -117,6 +154,7 @@ def test_chunks_and_places():
         ("gpipe", 2, 8, "chunks 2: ds4d.pipeline.schedule 'gpipe' has always 1 on each rank"),
         ("1f1b", 2, 8, "chunks 2"),
         ("zb-h1", 4, 8, "chunks 4"),
+        ("zbv", 4, 8, "chunks 4: ds4d.pipeline.schedule 'zbv' has always 2"),
         ("dualpipev", 3, 8, "chunks 3: ds4d.pipeline.schedule 'dualpipev' has always 2"),
         ("dualpipev", 2, 7, "gradient_accumulation_steps 7 is too few"),
     ],
@@ -127,7 +165,8 @@ def test_what_a_schedule_cannot_have(name, chunks, m, said):
     assert said in str(caught.value)
 
 
-def test_a_large_schedule_is_made_in_no_time():
+@pytest.mark.parametrize("name, chunks", [("interleaved", 4), ("zbv", 2)])
+def test_a_large_schedule_is_made_in_no_time(name, chunks):
     start = time.process_time()
-    make_schedule("interleaved", ranks=32, chunks=4, micro_batches=128)
+    make_schedule(name, ranks=32, chunks=chunks, micro_batches=128)
     assert time.process_time() - start < 1

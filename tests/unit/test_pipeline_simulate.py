@@ -64,7 +64,7 @@ def test_interleaved(p, v, m, costs):
         assert done.timeline.length == pytest.approx((p * v + m - 1) * (forward + backward))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved", "dualpipev"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved", "dualpipev", "zbv"])
 def test_no_deadlock_whatever_the_numbers(name):
     """Every combination up to 8 ranks, 4 chunks, 40 micro-batches."""
     shapes = product(range(1, 9), range(1, 5) if name == "interleaved" else (1,), range(1, 41))
@@ -105,6 +105,37 @@ def test_dualpipev(p, more, costs):
     assert list(done.held_until_input) == [min(2 * p + 1, 2 * (2 * p + more))] * p
 
 
+@pytest.mark.parametrize("costs", [ALIKE, UNLIKE, (1.0, 1.0, 0.5), (1.0, 1.25, 0.75)])
+@pytest.mark.parametrize("p, m", [*product((1, 2, 3, 4, 8), (*MICRO_BATCHES, 33))])
+def test_zbv(p, m, costs):
+    """(p - 1)I, of a chunk, if W <= F <= I <= 2W and m >= 2p - 1; where all are alike, the last
+    rank only waits for the first micro-batch, which nothing can save it. Not much more if m >= p.
+    Of fewer the last one goes through all stages, there and back, and all are together as long as
+    that, or little longer. Held: p stages' worth on every rank, as 1F1B on its first."""
+    done = run("zbv", p, 2, m, costs)
+    forward, input, weight = costs
+    if m >= 2 * p - 1:
+        assert idle_of_all(done) == (p - 1) * input
+    elif m >= p:
+        assert done.timeline.idle[0] <= 1.35 * (p - 1) * input
+    else:
+        through = (2 * p + m - 1) * forward + 2 * p * input + weight
+        assert through <= done.timeline.length <= 1.5 * through
+    assert list(done.held_until_weight) == [2 * min(m, p)] * p
+    assert max(done.held_until_input) <= 2 * min(m, p)
+
+
+@pytest.mark.parametrize("costs", [ALIKE, UNLIKE, (1.0, 1.25, 0.75)])
+@pytest.mark.parametrize("p, more", [*product((2, 3, 4, 8), (0, 1, 9))])
+def test_zbv_idles_least(p, more, costs):
+    shapes = {"1f1b": 1, "zb-h1": 1, "interleaved": 2, "dualpipev": 2, "zbv": 2}
+    idle = {}
+    for name, v in shapes.items():
+        done = run(name, p, v, 2 * p + more, tuple(cost / v for cost in costs))
+        idle[name] = done.timeline.bubble
+    assert idle.pop("zbv") < 0.8 * min(idle.values())
+
+
 def test_evaluation_is_as_short_as_can_be():
     for p, v, m in product((1, 2, 3, 8), (1, 2, 3), (1, 4, 9, 16)):
         done = simulate(forward_only(Placement.loop(p, v), m))
@@ -139,7 +170,8 @@ def test_no_transfer_within_a_rank():
 
 # -- what cannot be run -------------------------------------------------------------------------
 
-SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("dualpipev", 2)]
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1)]
+SCHEDULES += [("interleaved", 2), ("dualpipev", 2), ("zbv", 2)]
 
 
 def broken(schedule: Schedule, rank: int, order) -> str:
@@ -177,7 +209,7 @@ def test_any_order_reversed_and_any_backward_before_its_forward(schedule):
                 assert said.startswith(f"rank {rank}: {order[second]} comes when ")
 
 
-@pytest.mark.parametrize("name", ["interleaved", "dualpipev"])
+@pytest.mark.parametrize("name", ["interleaved", "dualpipev", "zbv"])
 def test_chunks_swapped_on_a_rank_deadlock(name):
     schedule = make_schedule(name, ranks=3, chunks=2, micro_batches=7)
     for rank, order in enumerate(schedule.actions):

@@ -14,7 +14,7 @@ from ds4d.pipeline.simulate import simulate
 from ds4d.pipeline.timeline import IDLE, Timeline, summary, to_chrome_trace, to_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
-SCHEDULES = [("gpipe", 1), ("interleaved", 3), ("zb-h1", 1), ("dualpipev", 2)]
+SCHEDULES = [("gpipe", 1), ("interleaved", 3), ("zb-h1", 1), ("dualpipev", 2), ("zbv", 2)]
 
 
 def simulated(name, chunks) -> Timeline:

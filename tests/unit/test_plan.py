@@ -85,6 +85,7 @@ def test_for_programs_and_what_recomputation_costs(plan):
     [
         ("interleaved", 2, [[0, 4], [1, 5], [2, 6], [3, 7]]),
         ("dualpipev", 1, [[0, 7], [1, 6], [2, 5], [3, 4]]),
+        ("zbv", 1, [[0, 7], [1, 6], [2, 5], [3, 4]]),
         ("zb-h1", 1, [[0], [1], [2], [3]]),
         ("gpipe", 1, [[0], [1], [2], [3]]),
     ],
