@@ -13,7 +13,9 @@ Letters: B sequences, S tokens of a sequence, s = S / cp of them on this rank, R
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,18 +60,15 @@ class Cut:
     imbalance: float
 
     def to(self, device: torch.device | str) -> "Cut":
-        return replace(
-            self,
-            documents=None if self.documents is None else self.documents.to(device),
-            packed=None if self.packed is None else self.packed.to(device),
-            positions=None if self.positions is None else self.positions.to(device),
-            last_position=self.last_position.to(device, non_blocking=True),
-            places=self.places.to(device, non_blocking=True),
-        )
+        return self._each(lambda x: x.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Cut":
-        small = {"last_position": self.last_position, "places": self.places}
-        return replace(self, **{name: tensor.pin_memory() for name, tensor in small.items()})
+        return self._each(lambda x: x.pin_memory())
+
+    def _each(self, change: Callable[[Any], Any]) -> "Cut":
+        names = ("documents", "packed", "positions", "last_position", "places")
+        held = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, **{name: change(value) for name, value in held.items()})
 
 
 @dataclass(frozen=True)

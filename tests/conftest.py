@@ -1,6 +1,10 @@
 import pytest
+import torch
 
 from tests import harness
+
+
+torch.set_num_threads(1)  # tensors are small here: more threads wait for each other
 
 
 @pytest.fixture

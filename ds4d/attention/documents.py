@@ -53,12 +53,15 @@ class Documents:
     def max_length(self) -> int:
         return max(self.lengths)
 
-    def to(self, device: torch.device | str) -> "Documents":
+    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> "Documents":
         return replace(
             self,
-            ids=self.ids.to(device, non_blocking=True),
-            bounds=self.bounds.to(device, non_blocking=True),
+            ids=self.ids.to(device, non_blocking=non_blocking),
+            bounds=self.bounds.to(device, non_blocking=non_blocking),
         )
+
+    def pin_memory(self) -> "Documents":
+        return replace(self, ids=self.ids.pin_memory(), bounds=self.bounds.pin_memory())
 
     def padded(self, extra: int) -> "Documents":
         """With so many tokens of padding at the end of each row. Reads no device."""

@@ -66,16 +66,11 @@ class MicroBatch:
 
     def pin_memory(self) -> "MicroBatch":
         """In page-locked memory, from where ``to`` copies without waiting. DataLoader calls it."""
-        documents = self.documents
-        if documents is not None:
-            documents = replace(
-                documents, ids=documents.ids.pin_memory(), bounds=documents.bounds.pin_memory()
-            )
         return replace(
             self,
             input_ids=self.input_ids.pin_memory(),
             targets=self.targets.pin_memory(),
             position_ids=self.position_ids.pin_memory(),
-            documents=documents,
+            documents=None if self.documents is None else self.documents.pin_memory(),
             cut=None if self.cut is None else self.cut.pin_memory(),
         )
