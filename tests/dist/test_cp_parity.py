@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity import ADAMW, SGD, check_half_precision, compare, folder_of, make_run
+from tests.parity import ADAMW, check_half_precision, compare, folder_of, make_run
 from tests.tp_families import FAMILIES, OWN_ATTENTION
 
 WAYS = {
