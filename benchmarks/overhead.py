@@ -33,14 +33,18 @@ PAIRS = [("ds4d zero-0", "torch DDP")]
 PAIRS += [(f"ds4d zero-{stage}", f"DeepSpeed zero-{stage}") for stage in (1, 2, 3)]
 
 
-def plain_model() -> torch.nn.Module:
+def model_config(seq_len: int) -> dict[str, Any]:
+    return {**MODEL, "max_position_embeddings": seq_len}
+
+
+def plain_model(seq_len: int = SEQ_LEN) -> torch.nn.Module:
     """Hugging Face's, with the weights that ds4d draws."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ds4d.model.initial import InitialValues
     from ds4d.model.meta import logical_model
 
-    config = AutoConfig.for_model(**MODEL)
+    config = AutoConfig.for_model(**model_config(seq_len))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
     weights = InitialValues(logical_model(config), seed=SEED)
     model.load_state_dict({name: weights(name) for name in model.state_dict()})
@@ -99,7 +103,9 @@ def ds4d(
     stage: int,
     *,
     sequences: int = SEQUENCES,
+    seq_len: int = SEQ_LEN,
     pipeline: dict | None = None,
+    context: dict | None = None,
     record: bool = False,
     **parallel,
 ) -> Step:
@@ -107,7 +113,8 @@ def ds4d(
 
     Args:
         sequences: a step, over all ranks.
-        pipeline: ``ds4d.pipeline``.
+        seq_len: tokens of each.
+        pipeline, context: ``ds4d.pipeline``, ``ds4d.context``.
         record: a step gives its ``recorder.Measured`` instead of its loss.
         parallel: ``ds4d.parallel``.
     """
@@ -129,21 +136,22 @@ def ds4d(
             "gradient_clipping": 1.0,
             "zero_optimization": {"stage": stage},
             "ds4d": {
-                "model": {"config": MODEL},
+                "model": {"config": model_config(seq_len)},
                 "data": {
-                    "seq_len": SEQ_LEN,
+                    "seq_len": seq_len,
                     "packing": "concat",
                     "tokenizer": {"vocab_size": 4096},
                     "train": {"type": "python_stdlib"},
                 },
                 "parallel": parallel,
                 "pipeline": pipeline or {},
+                "context": context or {},
                 "training": {"steps": 1000},
             },
         },
         world_size=DP,
     )
-    mesh = Mesh.create(run.parallel)
+    mesh = Mesh.create(run.parallel, run.context)
     config = hf_config(run.model)
 
     def build(partition):
@@ -156,20 +164,19 @@ def ds4d(
             attn_implementation=attention.register(),
             partition=partition,
             tp=mesh.tensor_parallel(),
+            cp=mesh.context_parallel(run.context),
             cut=stage_cutter(run, mesh, config),
         )
 
     device = torch.device("cpu")
     engine = Engine.create(run, mesh, build, device=device, total_steps=1000)
-    positions = torch.arange(SEQ_LEN)[None]
+    positions = torch.arange(seq_len)[None]
     last = torch.full((1, 1), IGNORE)
 
     def step(batches: list[torch.Tensor]) -> Any:
         recorder = Recorder.on(device, mesh.group("pp")) if record else OFF
-        result = engine.train_step(
-            [MicroBatch(ids, torch.cat([ids[:, 1:], last], 1), positions) for ids in batches],
-            recorder=recorder,
-        )
+        whole = [MicroBatch(ids, torch.cat([ids[:, 1:], last], 1), positions) for ids in batches]
+        result = engine.train_step([mesh.cutter(batch) for batch in whole], recorder=recorder)
         return recorder.measured() if record else result.loss
 
     return step

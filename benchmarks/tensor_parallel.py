@@ -26,15 +26,16 @@ PLAIN, AUTOTP = "one plain process", "DeepSpeed AutoTP, tp 2"
 OURS, OURS_SEQUENCE = "ds4d, tp 2", "ds4d, tp 2, sequence parallel"
 
 
-def plain(*, fused: bool = False) -> Step:
+def plain(*, seq_len: int = SEQ_LEN, fused: bool = False) -> Step:
     """Hugging Face's model and loss, torch's optimizer; rank 0 alone.
 
     Args:
+        seq_len: the longest sequence.
         fused: AdamW's kernel, as in ds4d.
     """
     if dist.get_rank():
         return lambda batches: None
-    model = plain_model()
+    model = plain_model(seq_len)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=fused)
 
     def step(batches: list[torch.Tensor]) -> float:
@@ -64,8 +65,10 @@ def everybody() -> dict[str, Step]:
     }
 
 
-def batches(generator: torch.Generator, sequences: int = SEQUENCES) -> list[torch.Tensor]:
-    return [torch.randint(4096, (1, SEQ_LEN), generator=generator) for _ in range(sequences)]
+def batches(
+    generator: torch.Generator, sequences: int = SEQUENCES, seq_len: int = SEQ_LEN
+) -> list[torch.Tensor]:
+    return [torch.randint(4096, (1, seq_len), generator=generator) for _ in range(sequences)]
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ class Turn:
 
     Attributes:
         cpu_seconds: of both ranks together, all threads.
+        spread: how much more CPU time than the mean the busiest rank needed.
         wall_seconds: until the slower rank was through.
         idle: share of both ranks' wall time in which the main thread had nothing to compute.
             Waiting for a core that others use is not idleness.
@@ -35,6 +36,7 @@ class Turn:
     """
 
     cpu_seconds: float
+    spread: float
     wall_seconds: float
     idle: float
     results: tuple[Any, ...]
@@ -76,6 +78,8 @@ def measure(
             join=False,
             start_method="spawn",
         )
+        while answers.empty():
+            workers.join(timeout=1)  # raises what a rank has raised
         turns = answers.get()
         while not workers.join():
             pass
@@ -113,11 +117,17 @@ def _turn(step: Step, fed: list[torch.Tensor], steps: int) -> Turn:
     results = tuple(step(fed) for _ in range(steps))
     wall = time.perf_counter() - wall
     used = torch.tensor([time.process_time() - cpu, _main_thread_busy() - busy])
-    longest = torch.tensor(wall)
+    longest = torch.tensor([*used, wall])
     dist.all_reduce(used)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    cpu, busy, wall = *used.tolist(), longest.item()
-    return Turn(cpu / steps, wall / steps, max(0.0, 1 - busy / (RANKS * wall)), results)
+    (cpu, busy), (most, _, wall) = used.tolist(), longest.tolist()
+    return Turn(
+        cpu / steps,
+        most * RANKS / cpu - 1,
+        wall / steps,
+        max(0.0, 1 - busy / (RANKS * wall)),
+        results,
+    )
 
 
 def _main_thread_busy() -> float:

@@ -236,14 +236,6 @@ def begin_all_gather(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Pe
     return Pending(out, work, out.shape)
 
 
-def sum_parts(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Tensor:
-    """[t, ...], a part for each rank -> [...], this rank's, summed."""
-    out = x.new_empty(x.shape[1:])
-    _transport(x, group).reduce_scatter(out, x).wait()
-    _count("reduce_scatter", x, group, purpose)
-    return out
-
-
 def all_to_all(x: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Tensor:
     """[t, ...], a part for each rank -> [t, ...], a part from each."""
     x = x.contiguous()

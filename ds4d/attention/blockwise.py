@@ -1,4 +1,5 @@
 """Attention block by block (``visible.blocks``): with a fused kernel on the CPU, plainly anywhere.
+What a GPU's kernels do is in ``flash_blocks``.
 
 Letters: B sequences, H heads, K key/value heads, q queries, k keys, D head dim; of one block unless
 said otherwise. Both are ways for ``flash.Attend``; see there what out and lse are.
@@ -6,11 +7,9 @@ said otherwise. Both are ways for ``flash.Attend``; see there what out and lse a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
-from ds4d.attention.visible import Block, additive, block_mask, blocks, cut_mask
+from ds4d.attention.visible import Block, Blocks, additive, block_mask, blocks, cut_mask
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -22,11 +21,13 @@ class BlockKernel:
     Attributes:
         holds_scores: of a block: then blocks must be small.
         knows_causal: needs no mask for a lower triangle.
+        knows_windows: needs no mask for a band: then bands need not be cut.
         equal_dims: wants D == Dv.
     """
 
     holds_scores: bool
     knows_causal: bool
+    knows_windows: bool
     equal_dims: bool
 
     def __init__(self, call) -> None:
@@ -35,7 +36,7 @@ class BlockKernel:
         # Drawn from torch's generator: a recomputed forward pass drops the same weights.
         self.seed = int(torch.randint(2**31, ())) if call.dropout else None
 
-    def add_forward(self, blocks: Iterable[Block], query, key, value, bias, out, lse) -> None:
+    def add_forward(self, blocks: Blocks, query, key, value, bias, out, lse) -> None:
         """Args:
         out, lse: [B, q, H, D] and [B, q, H], of all blocks before; zeros and -inf where there was
             none.
@@ -49,13 +50,13 @@ class BlockKernel:
                 block_lse = block_lse.masked_fill(nothing, float("-inf"))
             block_out, block_lse = block_out.transpose(1, 2), block_lse.transpose(1, 2)
             if not block.first:
-                block_out, block_lse = _merged(
+                block_out, block_lse = merged(
                     out[rows, queries], lse[rows, queries], block_out, block_lse
                 )
             out[rows, queries] = block_out
             lse[rows, queries] = block_lse
 
-    def add_backward(self, blocks: Iterable[Block], inputs, output, grads) -> None:
+    def add_backward(self, blocks: Blocks, inputs, output, grads) -> None:
         """Args:
         inputs: query, key, value, bias.
         output: its gradient, itself, lse; of all blocks together.
@@ -89,7 +90,7 @@ class BlockKernel:
         return query[rows, :, queries], key[rows, :, keys], value[rows, :, keys], mask, b
 
 
-def _merged(out, lse, block_out, block_lse):
+def merged(out, lse, block_out, block_lse):
     """The outputs of two sets of keys are those of both, weighed by their sums of exponentials
     (formulas.md 3, "CP")."""
     total = torch.logaddexp(lse, block_lse)
@@ -132,6 +133,7 @@ class CpuFlash(BlockKernel):
 
     holds_scores = False
     knows_causal = True
+    knows_windows = False
     equal_dims = True
 
     def block_forward(self, block, q, k, v, mask, bias):
@@ -147,50 +149,12 @@ class CpuFlash(BlockKernel):
         return block.is_plain_causal, {"attn_mask": mask, "scale": self.scale}
 
 
-class CudaBlocks(BlockKernel):
-    """torch's flash attention for CUDA: causal, or a band."""
-
-    holds_scores = False
-    knows_causal = True
-    equal_dims = True
-
-    def block_forward(self, block, q, k, v, mask, bias):
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(x.transpose(1, 2) for x in (q, k, v)), None, None, q.shape[2], k.shape[2], 0.0,
-            *self._options(block), scale=self.scale, **self._window(block),
-        )  # fmt: skip
-        return out.transpose(1, 2), lse
-
-    def block_backward(self, block, grad_out, q, k, v, mask, bias, out, lse):
-        no_random = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        grads = torch.ops.aten._flash_attention_backward(
-            *(x.transpose(1, 2) for x in (grad_out, q, k, v, out)), lse.contiguous(),
-            None, None, q.shape[2], k.shape[2], 0.0, self._options(block)[0],
-            no_random, no_random[:0], scale=self.scale, **self._window(block),
-        )  # fmt: skip
-        return *(grad.transpose(1, 2) for grad in grads), None
-
-    def _options(self, block: Block) -> tuple[bool, bool]:
-        """(is_causal, return_debug_mask)"""
-        return block.is_plain_causal, False
-
-    def _window(self, block: Block) -> dict[str, int]:
-        """Flash attention counts from the last key being the last query's; -1: no limit."""
-        if block.window is None:
-            return {"window_size_left": -1, "window_size_right": 0 if block.causal else -1}
-        (q0, q1), (k0, k1) = block.queries, block.keys
-        ahead = (k1 - k0) - (q1 - q0) - block.shift  # of where it puts a query, from where it is
-        return {
-            "window_size_left": block.window - 1 + ahead,
-            "window_size_right": -ahead,  # blocks end with the last key that is seen
-        }
-
-
 class PlainBlocks(BlockKernel):
     """The definition of attention, in fp32 or better, for what no kernel does."""
 
     holds_scores = True
     knows_causal = False
+    knows_windows = False
     equal_dims = False
 
     def block_forward(self, block, q, k, v, mask, bias):

@@ -108,6 +108,7 @@ class Context:
             lengths=() if documents is None else documents.lengths,
             general=visible.general is not None,
             split=kernel.holds_scores,
+            cut_windows=not kernel.knows_windows,
         )
         return make(kernel, self.cut.spans, seen, group)
 

@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
+from ds4d.attention.flash_ops import Options, Runs, flash_ops
+
 
 def rows_together(x: torch.Tensor) -> torch.Tensor:
     """With the numbers of the last dim beside each other in memory."""
@@ -61,8 +63,8 @@ class Attend(torch.autograd.Function):
 
 
 class CudaFlash:
-    """torch's flash attention for CUDA, in its form for runs of tokens. The runs are the documents;
-    without any, the rows."""
+    """Flash attention for CUDA, over runs of tokens. The runs are the documents; without any, the
+    rows."""
 
     def __init__(self, call) -> None:
         batch, _, num_tokens, _ = call.query.shape
@@ -74,31 +76,23 @@ class CudaFlash:
         else:
             bounds, longest = documents.bounds, documents.max_length
         window = call.visible.window
-        self.runs = (bounds, bounds, longest, longest, call.dropout, window is None)
-        self.options = {
-            "scale": call.scale,
-            # "left" does not count the query itself
-            "window_size_left": -1 if window is None else window - 1,
-            "window_size_right": 0,
-        }
+        before = -1 if window is None else window - 1  # the query itself does not count
+        self.ops = flash_ops()
+        self.runs = Runs(bounds, bounds, longest, longest, (before, 0))
+        self.options = Options(call.scale, call.dropout, call.softcap)
 
     def forward(self, query, key, value, bias):
         batch, heads, num_tokens, depth = query.shape
         q, k, v = map(_flat, (query, key, value))
-        out, lse, *self.random, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *self.runs, False, **self.options
-        )
+        out, lse, self.drawn = self.ops.forward(q, k, v, self.runs, self.options)
         return out.view(batch, num_tokens, heads, depth), lse.T.view(batch, num_tokens, heads)
 
     def backward(self, grad_out, query, key, value, bias, out, lse):
         batch, _, num_tokens, _ = query.shape
         q, k, v = map(_flat, (query, key, value))
-        grads = torch.ops.aten._flash_attention_backward(
-            grad_out.flatten(0, 1).contiguous(),
-            *(q, k, v, out.flatten(0, 1), lse.flatten(0, 1).T.contiguous()),
-            *self.runs,
-            *self.random,
-            **self.options,
+        grads = self.ops.backward(
+            *(grad_out.flatten(0, 1), q, k, v, out.flatten(0, 1)),
+            *(lse.flatten(0, 1).T.contiguous(), self.drawn, self.runs, self.options),
         )
         rows = (grad.unflatten(0, (batch, num_tokens)).transpose(1, 2) for grad in grads)
         return *rows, None

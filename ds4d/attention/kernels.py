@@ -16,8 +16,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from ds4d.attention.blockwise import BlockKernel, Blockwise, CpuFlash, CudaBlocks, PlainBlocks
+from ds4d.attention.blockwise import BlockKernel, Blockwise, CpuFlash, PlainBlocks
 from ds4d.attention.flash import Attend, CudaFlash, Way, rows_together
+from ds4d.attention.flash_blocks import CudaBlocks
+from ds4d.attention.flash_ops import flash_ops
 from ds4d.attention.visible import Visible
 
 # A mask with at most this many numbers is made whole and given to torch's own attention.
@@ -145,17 +147,22 @@ def _sdpa_drops(call: Call) -> bool:
 # ds4d's own autograd function around flash kernels, or around plain sums.
 
 
+# Their backward pass for heads wider than 192 needs more shared memory than other GPUs have.
+_WIDE_HEADS = ((8, 0), (9, 0), (10, 0), (10, 3))
+
+
 def _has_cuda_flash(call: Call) -> bool:
     query = call.query
+    if query.device.type != "cuda" or call.bias is not None or call.visible.general is not None:
+        return False
+    capability = torch.cuda.get_device_capability(query.device)
+    depths = query.shape[-1], call.value.shape[-1]
     return (
-        query.device.type == "cuda"
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and call.softcap is None
-        and call.bias is None
-        and call.visible.general is None
-        and (wide := max(query.shape[-1], call.value.shape[-1])) <= 256
-        and wide % 8 == 0
+        capability >= (8, 0)
+        and {x.dtype for x in (query, call.key, call.value)} < {torch.float16, torch.bfloat16}
+        and max(depths) <= (256 if capability in _WIDE_HEADS else 192)
+        and not any(depth % 8 for depth in depths)
+        and (call.softcap is None or (flash_ops().knows_softcap and not call.dropout))
     )
 
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from ds4d.attention.visible import GROUP_TOKENS, Block, Range, blocks, cut_block
+from ds4d.attention.visible import GROUP_TOKENS, Block, Blocks, Range, blocks, cut_block
 
 Spans = tuple[Range, ...]
 
@@ -29,6 +29,7 @@ class Seen(NamedTuple):
         batch, heads, length: B, H, S.
         causal, window, lengths, general: as ``visible.blocks`` takes them.
         split: as there.
+        cut_windows: bands are cut, for a kernel that needs a mask for them.
     """
 
     batch: int
@@ -39,6 +40,7 @@ class Seen(NamedTuple):
     lengths: tuple[int, ...]
     general: bool
     split: bool
+    cut_windows: bool = True
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Pair:
     """
 
     keys: Spans
-    blocks: tuple[Block, ...]
+    blocks: Blocks
 
     @property
     def num_keys(self) -> int:
@@ -87,10 +89,10 @@ def pair(queries: Spans, keys: Spans, seen: Seen) -> Pair:
         found = _joined(found)
     cut: list[Block] = []
     for block in found:
-        needs_mask = block.window is not None or block.general
+        needs_mask = block.general or (block.window is not None and seen.cut_windows)
         cut += cut_block(block, seen.heads) if seen.split or needs_mask else [block]
     overlap = any(_length(_common(a, b)) for a in queries for b in keys)
-    return Pair(needed, _marked(cut) if overlap else tuple(replace(b, first=False) for b in cut))
+    return Pair(needed, Blocks(_marked(cut) if overlap else (replace(b, first=False) for b in cut)))
 
 
 def _own(spans: Spans, seen: Seen) -> Pair:
@@ -110,8 +112,9 @@ def _own(spans: Spans, seen: Seen) -> Pair:
         general=False,
         split=seen.split,
     )
-    apart = (seen.length, seen.length)  # from all places in the sequence: dropout goes by them
-    return Pair(((0, size),), tuple(replace(block, origin=apart) for block in found))
+    # its stretches have no one origin; this is one that no other pair's blocks have (for dropout)
+    origin = (seen.length, seen.length)
+    return Pair(((0, size),), Blocks(replace(block, origin=origin) for block in found))
 
 
 def _pieces(queries: Spans, keys: Spans, seen: Seen) -> Iterator[_Piece]:
@@ -222,7 +225,7 @@ def _is_neighbour(before: Block, block: Block) -> bool:
     )
 
 
-def _marked(found: list[Block]) -> tuple[Block, ...]:
+def _marked(found: list[Block]) -> list[Block]:
     """With ``first`` where it holds."""
     marked: list[Block] = []
     done: dict[int, Spans] = defaultdict(tuple)  # queries, by row
@@ -234,7 +237,7 @@ def _marked(found: list[Block]) -> tuple[Block, ...]:
         for row in rows:
             done[row] = _union([*done[row], block.queries])
         marked.append(replace(block, first=is_first))
-    return tuple(marked)
+    return marked
 
 
 def _documents(row: int, seen: Seen) -> list[Range]:

@@ -228,7 +228,7 @@ class Gathered(_Way):
         k, v = self._gather(key, value)
         dq, dk, dv = self.new_grads(query, k, v)
         self.add_backward(self.pair.blocks, (query, k, v), output, (dq, dk, dv))
-        dk, dv = self._scatter(dk[..., : k.shape[-1]], dv[..., : v.shape[-1]])
+        dk, dv = self._scatter(dk[..., : k.shape[-1]], dv[..., : v.shape[-1]], key.dtype)
         grads = zip((dq[..., : query.shape[-1]], dk, dv), (query, key, value))
         return *(grad.to(x.dtype) for grad, x in grads), None
 
@@ -243,11 +243,12 @@ class Gathered(_Way):
                     into[:, :, start:stop] = part
         return whole
 
-    def _scatter(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, K, S, D] -> [B, K, s, D], summed."""
-        by_place = torch.stack([_packed(spans, dk, dv, dk.dtype) for spans in self.spans])
-        mine = comm.sum_parts(by_place, self.group, purpose=f"{PURPOSE} gradients")
-        return _views(mine, dk, dv)
+    def _scatter(self, dk: Tensor, dv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[B, K, S, D] -> [B, K, s, D], summed. They travel as keys do, and are added up in fp32,
+        which a reduction on the way would not do."""
+        by_place = torch.stack([_packed(spans, dk, dv, dtype) for spans in self.spans])
+        came = comm.all_to_all(by_place, self.group, purpose=f"{PURPOSE} gradients")
+        return _views(came.sum(0, dtype=dk.dtype), dk, dv)
 
 
 def _memory(n: int, key: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:

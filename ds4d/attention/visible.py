@@ -106,6 +106,15 @@ class Block:
         return self.causal and self.shift == 0 and q1 - q0 == k1 - k0
 
 
+class Blocks(tuple[Block, ...]):
+    """Made once and kept (``blocks``, ``pairs.pair``), so that what is made of them can be kept by
+    who they are: that is known at once, where comparing them is not."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+
+
 # A block of scores has at most about this many numbers over its rows and heads: memory stays
 # linear in the sequence, and blocks are large enough that their launch doesn't count.
 SCORES = 2**22
@@ -124,7 +133,7 @@ def blocks(
     lengths: tuple[int, ...],
     general: bool,
     split: bool,
-) -> tuple[Block, ...]:
+) -> Blocks:
     """The blocks that cover all that is visible; each query is in exactly one, or sees no key.
 
     Args:
@@ -143,7 +152,7 @@ def blocks(
             whole = replace(whole, window=None)
         needs_mask = whole.window is not None or general
         found += cut_block(whole, heads) if split or needs_mask else [whole]
-    return tuple(found)
+    return Blocks(found)
 
 
 def _groups(lengths: tuple[int, ...], row_tokens: int) -> Iterator[tuple[Range, Range, tuple]]:
@@ -212,7 +221,7 @@ def positional_mask(block: Block, device: torch.device) -> torch.Tensor | None:
 def _runs_mask(
     runs: tuple[int, ...], causal: bool, window: int | None, device: torch.device
 ) -> torch.Tensor:
-    run = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs)).to(device)
+    run = copied(torch.arange(len(runs)).repeat_interleave(torch.tensor(runs)), device)
     together = run[:, None] == run
     return together & _distance_mask(len(run), len(run), causal, 0, window, device)
 
@@ -260,3 +269,8 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return mask.to(dtype)
     zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return zeros.masked_fill_(~mask, float("-inf"))
+
+
+def copied(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """From the CPU to a device, without waiting for what the device has still to do."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

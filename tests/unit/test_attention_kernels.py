@@ -16,97 +16,30 @@ from ds4d.attention.interface import attention
 from ds4d.attention.kernels import KERNELS, Call, attend, choose
 from ds4d.attention.visible import Visible, blocks, cut_mask
 from tests.unit import fake_flash
+from tests.unit.attention_calls import (
+    EXTRAS,
+    VISIBLE,
+    B,
+    D,
+    H,
+    S,
+    definition,
+    general_mask,
+    inputs,
+    make_call,
+)
 
-B, H, K, S, D = 2, 4, 2, 150, 8
 KERNEL = {kernel.name: kernel for kernel in KERNELS}
 
 
-def _documents() -> Documents:
-    lengths = torch.tensor([70, 3, 4, 1, 72, 100, 2, 48])
-    return Documents.from_ids(torch.arange(8).repeat_interleave(lengths).view(B, S))
-
-
-def _general() -> torch.Tensor:
-    """A mask of the user's: odd holes, and one query that sees nothing."""
-    mask = torch.rand(B, 1, S, S, generator=torch.Generator().manual_seed(1)) < 0.8
-    mask |= torch.eye(S, dtype=torch.bool)
-    mask[0, 0, 5] = False
-    return mask
-
-
-VISIBLE = {
-    "all": lambda: Visible(),
-    "causal": lambda: Visible(causal=True),
-    "window": lambda: Visible(causal=True, window=20),
-    "documents": lambda: Visible(causal=True, documents=_documents()),
-    "documents, both ways": lambda: Visible(documents=_documents()),
-    "documents, window": lambda: Visible(causal=True, window=20, documents=_documents()),
-    "documents, tiny window": lambda: Visible(causal=True, window=2, documents=_documents()),
-    "general": lambda: Visible(general=partial(cut_mask, _general())),
-    "general, documents": lambda: Visible(
-        causal=True,
-        documents=_documents(),
-        general=partial(cut_mask, _general() & torch.ones(S, S).tril().bool()),
-    ),
-}
-EXTRAS = {
-    "": {},
-    "sinks": {"sinks": (H,)},
-    "a sink each": {"sinks": (B, S, H)},
-    "softcap": {"softcap": 1.5},
-    "bias": {"bias": (1, H, S, S)},
-    "all": {"sinks": (H,), "softcap": 1.5, "bias": (B, 1, S, S)},
-}
-
-
-def _call(visible: Visible, extras: dict, dtype=torch.float64, value_dim: int = D) -> Call:
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
-
-    extras = {n: random(*x) if isinstance(x, tuple) else x for n, x in extras.items()}
-    q, k, v = random(B, S, H, D), random(B, S, K, D), random(B, S, K, value_dim)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return Call(q, k, v, visible, scale=0.3, **extras)
-
-
-def _definition(call: Call) -> torch.Tensor:
-    q, k, v = call.query, *(x.repeat_interleave(H // K, dim=1) for x in (call.key, call.value))
-    scores = q @ k.mT * call.scale
-    if call.softcap is not None:
-        scores = call.softcap * (scores / call.softcap).tanh()
-    if call.bias is not None:
-        scores = scores + call.bias
-    seen, i = torch.ones(B, 1, S, S, dtype=torch.bool), torch.arange(S)
-    if call.visible.general is not None:
-        seen = call.visible.general((0, B), (0, S), (0, S))
-    if call.visible.causal:
-        seen = seen & (i <= i[:, None])
-    if call.visible.window is not None:
-        seen = seen & (i > i[:, None] - call.visible.window)
-    if call.visible.documents is not None:
-        ids = call.visible.documents.ids
-        seen = seen & (ids[:, None, :, None] == ids[:, None, None, :])
-    sink = torch.full((1, 1, 1), -torch.inf, dtype=q.dtype) if call.sinks is None else call.sinks
-    sink = sink.expand(B, S, H).transpose(1, 2).unsqueeze(-1)
-    scores = torch.cat([scores.masked_fill(~seen, -torch.inf), sink], dim=-1)
-    weights = scores.softmax(-1).nan_to_num(0.0)[..., :-1]
-    return (weights @ v).transpose(1, 2)
-
-
-def _inputs(call: Call) -> list[torch.Tensor]:
-    return [x for x in (call.query, call.key, call.value, call.sinks, call.bias) if x is not None]
-
-
 def _assert_same(call: Call, kernel: kernels.Kernel, tolerance: float = 1e-10) -> None:
-    expected = _definition(call)
+    expected = definition(call)
     seed = torch.randn(expected.shape, dtype=expected.dtype)
     # A row of scores that are all -inf has no gradient: the definition gives NaN there.
-    theirs = torch.autograd.grad(expected, _inputs(call), seed, materialize_grads=True)
+    theirs = torch.autograd.grad(expected, inputs(call), seed, materialize_grads=True)
     ours = kernel.run(call)
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
-    for got, want in zip(torch.autograd.grad(ours, _inputs(call), seed), theirs):
+    for got, want in zip(torch.autograd.grad(ours, inputs(call), seed), theirs):
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
@@ -122,7 +55,7 @@ def small_blocks(monkeypatch):
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize("seen", VISIBLE)
 def test_every_kernel_that_fits_computes_the_definition(seen, extra, small_blocks):
-    call = _call(VISIBLE[seen](), EXTRAS[extra])
+    call = make_call(VISIBLE[seen](), EXTRAS[extra])
     fitting = [kernel for kernel in KERNELS if kernel.fits(call)]
     assert fitting[-1].name == "plain"
     for kernel in fitting:
@@ -132,7 +65,7 @@ def test_every_kernel_that_fits_computes_the_definition(seen, extra, small_block
 
 
 def _without_blind_queries(call: Call) -> Call:
-    mask = _general() | torch.eye(S, dtype=torch.bool)
+    mask = general_mask() | torch.eye(S, dtype=torch.bool)
     if call.visible.causal:
         mask &= torch.ones(S, S).tril().bool()
     seen = Visible(
@@ -145,20 +78,20 @@ def _without_blind_queries(call: Call) -> Call:
 
 @pytest.mark.parametrize("name", ["sdpa with a small mask", "cpu flash", "plain"])
 def test_a_query_that_sees_nothing_gives_zero_and_no_gradient(name):
-    call = _call(Visible(general=partial(cut_mask, _general())), {})
+    call = make_call(Visible(general=partial(cut_mask, general_mask())), {})
     out = KERNEL[name].run(call)
     assert not out[0, 5].any()
-    dq, dk, dv = torch.autograd.grad(out[0, 5].sum(), _inputs(call))
+    dq, dk, dv = torch.autograd.grad(out[0, 5].sum(), inputs(call))
     assert not (dq.any() or dk.any() or dv.any())
 
 
 @pytest.mark.parametrize("value_dim", [4, 16])
 @pytest.mark.parametrize("seen", ["causal", "window", "documents", "general, documents"])
 def test_values_may_be_wider_or_narrower_than_queries(seen, value_dim):
-    call = _call(VISIBLE[seen](), {}, value_dim=value_dim)
+    call = make_call(VISIBLE[seen](), {}, value_dim=value_dim)
     out = attend(call)
     assert out.shape == (B, S, H, value_dim)
-    torch.testing.assert_close(out, _definition(call), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(out, definition(call), rtol=1e-10, atol=1e-10)
 
 
 PICKS = [
@@ -175,22 +108,23 @@ PICKS = [
 
 @pytest.mark.parametrize("seen, extras, name", PICKS)
 def test_the_kernel_that_is_picked(seen, extras, name):
-    assert choose(_call(VISIBLE[seen](), extras)).name == name
+    assert choose(make_call(VISIBLE[seen](), extras)).name == name
 
 
+@pytest.mark.parametrize("ops", ["torch", "flash_attn"])
 @pytest.mark.parametrize("seen", ["causal", "window", "documents", "documents, window"])
-def test_cuda_flash_lays_out_its_arguments_as_torch_wants_them(seen, monkeypatch):
+def test_cuda_flash_lays_out_its_arguments_as_they_are_wanted(seen, ops, monkeypatch):
     """The ops exist on CUDA only; a plain model of them stands in, checking what it is given."""
-    fake_flash.install(monkeypatch)
-    for extra in ("", "sinks"):
-        _assert_same(_call(VISIBLE[seen](), EXTRAS[extra]), KERNEL["cuda flash"])
+    fake_flash.install(monkeypatch, ops)
+    for extra in ("", "sinks") if ops == "torch" else ("", "sinks", "softcap"):
+        _assert_same(make_call(VISIBLE[seen](), EXTRAS[extra]), KERNEL["cuda flash"])
 
 
 @pytest.mark.parametrize("seen", ["causal", "documents", "window"])
 def test_dropout(seen, small_blocks):
     """The same weights are dropped in the backward pass, and the mean is attention without it."""
     extras = {"dropout": 0.3, "softcap": 2.0}
-    call = _call(VISIBLE[seen](), extras)
+    call = make_call(VISIBLE[seen](), extras)
     direction = torch.randn_like(call.value)
 
     def out(value: torch.Tensor) -> torch.Tensor:
@@ -204,7 +138,7 @@ def test_dropout(seen, small_blocks):
     torch.testing.assert_close((dv * direction).sum(), difference, rtol=1e-9, atol=1e-9)
 
     with torch.no_grad():
-        exact = _definition(call)
+        exact = definition(call)
         mean = sum(attend(call) for _ in range(60)) / 60
     assert not torch.equal(attend(call), attend(call))
     assert (mean - exact).norm() < 0.2 * exact.norm()
@@ -212,7 +146,7 @@ def test_dropout(seen, small_blocks):
 
 def test_dropout_gradient_of_queries_and_keys_is_the_slope(monkeypatch):
     monkeypatch.setattr(torch, "randint", lambda *_: 7)  # the seed of what is dropped
-    call = _call(VISIBLE["causal"](), {"dropout": 0.4})
+    call = make_call(VISIBLE["causal"](), {"dropout": 0.4})
     q, k, v = call.query[:1, :2, :6], call.key[:1, :1, :6], call.value[:1, :1, :6]
     q, k, v = q.detach(), k.detach(), v.detach()
     q.requires_grad_(), k.requires_grad_()
