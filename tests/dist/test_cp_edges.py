@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from ds4d.attention.context import Context
@@ -23,6 +22,7 @@ from ds4d.resume import seed_everything
 from tests.dist.test_cp_data import by, documents_of, loss_sum, micro_batch, ways
 from tests.harness import run_distributed
 from tests.parity import batches, folder_of, make_engine, make_run, share_of
+from tests.reference import relative
 
 
 def evaluate_between(runs, steps, held_out):
@@ -88,7 +88,7 @@ B, H, K, S, D, DROPPED = 2, 4, 2, 64, 8, 0.5
 PACKED = Documents.from_ids(torch.tensor([[0] * 40 + [1] * 24, [0] * 10 + [1] * 54]))
 
 
-def weights_of(runs, query, key, grad, documents):
+def weights_of(runs, query, key, grad, documents=None, dropout=DROPPED):
     """Of each run: where this rank's tokens stand, its attention weights after dropout, and the
     gradients of its queries, keys and values. Values are unit vectors, so outputs are weights."""
     out = []
@@ -101,7 +101,7 @@ def weights_of(runs, query, key, grad, documents):
         inputs = [x[:, :, cut.places].clone().requires_grad_() for x in (query, key, value)]
         seed_everything(7, mesh.dropout_rank)
         visible = Visible(causal=True, documents=documents)
-        call = Call(*inputs, visible, scale=D**-0.5, dropout=DROPPED)
+        call = Call(*inputs, visible, scale=D**-0.5, dropout=dropout)
         weights = Context(cut, engine.module.ds4d_cp).attend(call)
         weights.backward(grad[:, cut.places])
         out.append((cut.places, weights.detach(), *(x.grad for x in inputs)))
@@ -143,12 +143,39 @@ def test_attention_weights_are_dropped_as_on_one_rank(cp, documents):
             torch.testing.assert_close(found, x.grad, rtol=1e-4, atol=1e-5, msg=str(run.context))
 
 
+def test_scores_whose_exponentials_no_number_holds():
+    """Scores of about 106 and -106, in every other stretch of keys."""
+    generator = torch.Generator().manual_seed(4)
+    query, key, grad = (
+        torch.randn(*shape, generator=generator)
+        for shape in ((B, H, S, D), (B, K, S, D), (B, S, H, S))
+    )
+    query[..., 0], key[..., 0] = 30.0, torch.tensor([-10.0] * 8 + [10.0] * 8).repeat(4)
+    runs = [make_run(folder_of("llama"), **by(way, 4)) for way in ways(4)]
+    given = dict(runs=runs, query=query, key=key, grad=grad, dropout=0.0)
+    ranks = run_distributed(weights_of, 4, **given)
+    seen = torch.ones(S, S, dtype=torch.bool).tril().expand(B, S, S)
+    inputs = query, key, torch.eye(S).expand(B, K, S, S)
+    inputs = [x.double().requires_grad_() for x in inputs]
+    expected = dropped_attention(*inputs, seen, torch.ones(S, S, dtype=torch.bool))
+    expected.backward(grad.transpose(1, 2).double())
+    for index, run in enumerate(runs):
+        found = [whole(ranks, index, 1, 1).transpose(1, 2)]
+        found += [whole(ranks, index, which, 2) for which in (2, 3, 4)]
+        for one, other in zip(found, [expected, *(x.grad for x in inputs)], strict=True):
+            assert relative(one, other.detach()) < 1e-4, run.context
+
+
 def dropped_attention(query, key, value, seen, kept) -> torch.Tensor:
-    """Its definition: [B, H, S, S]."""
+    """Its definition: [B, H, S, S].
+
+    Args:
+        kept: which weights; all: nothing is dropped.
+    """
     key, value = (x.repeat_interleave(H // K, dim=1) for x in (key, value))
     scores = query @ key.mT * D**-0.5
     weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
-    return weights * kept / (1 - DROPPED) @ value
+    return weights * (kept / (1.0 if kept.all() else 1 - DROPPED)) @ value
 
 
 def check_kept(kept: torch.Tensor, seen: torch.Tensor, case: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity import ADAMW, SGD, check_half_precision, compare, folder_of, make_run
+from tests.parity import ADAMW, check_half_precision, compare, folder_of, make_run
 from tests.tp_families import FAMILIES, OWN_ATTENTION
 
 WAYS = {
@@ -72,7 +72,7 @@ def test_with_tensor_parallelism():
     cases = [
         (name, by(way, tp=2, sequence_parallel=cut, stage=stage))
         for name, stage in [("llama tied", 0), ("gpt2", 1), ("gemma2", 1), ("mixtral", 3)]
-        for way in ON_TWO
+        for way in ("ring", "ulysses")
         for cut in (False, True)
     ]
     compare(cases, 4)
@@ -88,7 +88,7 @@ SCHEDULES = [
 def test_with_pipelines():
     cases = [
         (name, by(way, pp=2, stage=stage, **schedule))
-        for name, stage in [("llama tied", 1), ("gpt2", 0), ("gemma2", 1)]
+        for name, stage in [("llama tied", 1), ("gpt2", 0)]
         for way in ("ring", "ulysses")
         for schedule in SCHEDULES
     ]
