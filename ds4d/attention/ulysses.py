@@ -75,23 +75,29 @@ class _Exchange(torch.autograd.Function):
 def _exchanged(
     tensors: tuple[Tensor, ...], group: dist.ProcessGroup, to_heads: bool
 ) -> tuple[Tensor, ...]:
+    """All in one message, by tokens: what comes from the ranks then lies as models lay it."""
     size = group.size()
     parts = [_by_rank(x, size, to_heads) for x in tensors]
-    sent = torch.cat([part.flatten(1) for part in parts], dim=1)  # [u, numbers]
+    widths = [part[0, 0, 0].numel() for part in parts]
+    sent = tensors[0].new_empty(*parts[0].shape[:3], sum(widths))
+    for part, columns in zip(parts, sent.split(widths, dim=-1)):
+        columns.unflatten(-1, part.shape[3:]).copy_(part)
     came = torch.ops.ds4d.all_to_all(sent, group.group_name, PURPOSE)
-    columns = came.split([part[0].numel() for part in parts], dim=1)
-    # what comes from a rank is as what goes to it: [u, B, H / u, s, D]
+    # [u, B, s, *] -> tokens of all ranks [B, u * s, *], a copy only where B > 1; or [B, s, u, *]
+    came = came.transpose(0, 1).flatten(1, 2) if to_heads else came.movedim(0, 2)
     return tuple(
-        _together(column.view(part.shape), to_heads) for column, part in zip(columns, parts)
+        _heads_first(columns.unflatten(-1, part.shape[3:]), to_heads)
+        for part, columns in zip(parts, came.split(widths, dim=-1))
     )
 
 
 def _by_rank(x: Tensor, size: int, to_heads: bool) -> Tensor:
-    """[u, B, H / u, s, D]: cut over heads, or over tokens."""
-    return x.unflatten(1 if to_heads else 2, (size, -1)).movedim(1 if to_heads else 2, 0)
+    """[B, H, s, D] -> [u, B, s, H / u, D]: cut over heads; or over tokens."""
+    return x.transpose(1, 2).unflatten(2 if to_heads else 1, (size, -1)).movedim(
+        2 if to_heads else 1, 0
+    )
 
 
-def _together(x: Tensor, to_heads: bool) -> Tensor:
-    """[u, B, H / u, s, D]: put together along tokens, or heads."""
-    dim = 2 if to_heads else 1
-    return x.movedim(0, dim).flatten(dim, dim + 1)
+def _heads_first(x: Tensor, to_heads: bool) -> Tensor:
+    """[B, u * s, H / u, D], or [B, s, u, H / u, D] -> [B, H, s, D]"""
+    return (x if to_heads else x.flatten(2, 3)).transpose(1, 2)
