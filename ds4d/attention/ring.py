@@ -141,9 +141,8 @@ class Ring(_Way):
         for number, step in enumerate(self.steps):
             k, v = coming.wait()
             coming = self._begin(number + 1, key, value)
-            _, *grads = found = self.new_grads(query, k, v)
+            grads = self.new_grads(k, v)
             self.add_backward(step.pair.blocks, (query, k, v), output, (dq, *grads))
-            del found
             if returning is not None:
                 returning.add_to(dk, dv)
             returning = self._begin_return(step, key, value, *grads)
