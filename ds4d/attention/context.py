@@ -127,10 +127,15 @@ def install(model: PreTrainedModel, parallel: ContextParallel) -> None:
     forward = _ForwardPass()
     model.base_model.register_forward_pre_hook(forward.begin, with_kwargs=True)
     model.base_model.register_forward_hook(forward.end, always_call=True)
-    for module in model.modules():
+    for name, module in model.named_modules():
         if (scale := _query_scale(module)) is not None:
             module.ds4d_query_scale = scale
         if _follows_length(module):
+            if any(part.isdigit() for part in name.split(".")):  # recomputed when that is gone
+                raise ValueError(
+                    f"the rotary scale of {name} follows from the length of a sequence, and is "
+                    "made inside of a layer"
+                )
             module.register_forward_pre_hook(forward.append, with_kwargs=True)
             module.register_forward_hook(forward.remove)
 

@@ -128,3 +128,17 @@ def test_random_numbers_stay_where_they_are():
     torch.manual_seed(3)
     trial.why_not_shared(of("llama"))
     assert torch.equal(torch.rand(2), expected)
+
+
+def test_a_scale_by_length_inside_of_a_layer_is_refused():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = of("llama", max_position_embeddings=16384, rope_parameters=rope)
+    init = modeling_llama.LlamaAttention.__init__
+
+    def with_rotary(self, config, layer_idx):
+        init(self, config, layer_idx)
+        self.rotary = modeling_llama.LlamaRotaryEmbedding(config)
+
+    with mock.patch.object(modeling_llama.LlamaAttention, "__init__", with_rotary):
+        reason = trial.why_not_shared(config)
+    assert "model.layers.0.self_attn.rotary follows from the length of a sequence" in reason
