@@ -29,8 +29,9 @@ from ds4d.models.derive import blueprint_of
 W = TypeVar("W", Ring, Gathered)
 
 # With so few tokens on a rank all keys are gathered at once: a step of the ring would be shorter
-# than what it takes to begin one.
-GATHERED_TOKENS = 1024
+# than what it takes to begin one. Not in a ring of two: its one step is beside the work with own
+# keys.
+GATHERED_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,13 @@ class Context:
     def _along_ring(self, call: Call) -> Tensor:
         if self.cut.spans == (((0, self.cut.length),),):
             return attend(call)
-        way = Gathered if _gathers(call.query.shape[2], self.parallel.exchange) else Ring
+        way = Gathered if self._gathers(call.query.shape[2]) else Ring
         return run_way(call, partial(self.way, way, group=self.parallel.ring))
+
+    def _gathers(self, num_tokens: int) -> bool:
+        if self.parallel.exchange != "auto":
+            return self.parallel.exchange == "all_gather"
+        return self.parallel.ring.size() > 2 and num_tokens <= GATHERED_TOKENS
 
     def way(self, make: type[W], call: Call, *, group: dist.ProcessGroup) -> W:
         kernel, visible, documents = block_kernel(call), call.visible, call.visible.documents
@@ -111,10 +117,6 @@ class Context:
             cut_windows=not kernel.knows_windows,
         )
         return make(kernel, self.cut.spans, seen, group)
-
-
-def _gathers(num_tokens: int, exchange: str) -> bool:
-    return exchange == "all_gather" or (exchange == "auto" and num_tokens <= GATHERED_TOKENS)
 
 
 def install(model: PreTrainedModel, parallel: ContextParallel) -> None:
