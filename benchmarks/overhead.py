@@ -15,6 +15,7 @@ import statistics
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
@@ -33,18 +34,14 @@ PAIRS = [("ds4d zero-0", "torch DDP")]
 PAIRS += [(f"ds4d zero-{stage}", f"DeepSpeed zero-{stage}") for stage in (1, 2, 3)]
 
 
-def model_config(seq_len: int) -> dict[str, Any]:
-    return {**MODEL, "max_position_embeddings": seq_len}
-
-
-def plain_model(seq_len: int = SEQ_LEN) -> torch.nn.Module:
+def plain_model(seq_len: int = SEQ_LEN, *, config: dict[str, Any] = MODEL) -> torch.nn.Module:
     """Hugging Face's, with the weights that ds4d draws."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ds4d.model.initial import InitialValues
     from ds4d.model.meta import logical_model
 
-    config = AutoConfig.for_model(**model_config(seq_len))
+    config = AutoConfig.for_model(**{**config, "max_position_embeddings": seq_len})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
     weights = InitialValues(logical_model(config), seed=SEED)
     model.load_state_dict({name: weights(name) for name in model.state_dict()})
@@ -104,6 +101,7 @@ def ds4d(
     *,
     sequences: int = SEQUENCES,
     seq_len: int = SEQ_LEN,
+    config: dict[str, Any] = MODEL,
     pipeline: dict | None = None,
     context: dict | None = None,
     record: bool = False,
@@ -114,6 +112,7 @@ def ds4d(
     Args:
         sequences: a step, over all ranks.
         seq_len: tokens of each.
+        config: of the model.
         pipeline, context: ``ds4d.pipeline``, ``ds4d.context``.
         record: a step gives its ``recorder.Measured`` instead of its loss.
         parallel: ``ds4d.parallel``.
@@ -136,11 +135,11 @@ def ds4d(
             "gradient_clipping": 1.0,
             "zero_optimization": {"stage": stage},
             "ds4d": {
-                "model": {"config": model_config(seq_len)},
+                "model": {"config": {**config, "max_position_embeddings": seq_len}},
                 "data": {
                     "seq_len": seq_len,
                     "packing": "concat",
-                    "tokenizer": {"vocab_size": 4096},
+                    "tokenizer": {"vocab_size": config["vocab_size"]},
                     "train": {"type": "python_stdlib"},
                 },
                 "parallel": parallel,
@@ -149,15 +148,15 @@ def ds4d(
                 "training": {"steps": 1000},
             },
         },
-        world_size=DP,
+        world_size=dist.get_world_size(),
     )
     mesh = Mesh.create(run.parallel, run.context)
-    config = hf_config(run.model)
+    model_config = hf_config(run.model)
 
     def build(partition):
         return build_model(
             run.model,
-            config=config,
+            config=model_config,
             dtype=torch.float32,
             device="cpu",
             seed=SEED,
@@ -165,7 +164,7 @@ def ds4d(
             partition=partition,
             tp=mesh.tensor_parallel(),
             cp=mesh.context_parallel(run.context),
-            cut=stage_cutter(run, mesh, config),
+            cut=stage_cutter(run, mesh, model_config),
         )
 
     device = torch.device("cpu")

@@ -13,29 +13,33 @@ from __future__ import annotations
 
 import json
 import statistics
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.overhead import SEQ_LEN, SEQUENCES, ds4d, plain_model, raw_deepspeed
+from benchmarks.overhead import MODEL, SEQ_LEN, SEQUENCES, ds4d, plain_model, raw_deepspeed
 from benchmarks.turns import RANKS, Step, arguments, cpu_seconds
 
 PLAIN, AUTOTP = "one plain process", "DeepSpeed AutoTP, tp 2"
 OURS, OURS_SEQUENCE = "ds4d, tp 2", "ds4d, tp 2, sequence parallel"
 
 
-def plain(*, seq_len: int = SEQ_LEN, fused: bool = False) -> Step:
+def plain(
+    *, seq_len: int = SEQ_LEN, config: dict[str, Any] = MODEL, fused: bool = False
+) -> Step:
     """Hugging Face's model and loss, torch's optimizer; rank 0 alone.
 
     Args:
         seq_len: the longest sequence.
+        config: of the model.
         fused: AdamW's kernel, as in ds4d.
     """
     if dist.get_rank():
         return lambda batches: None
-    model = plain_model(seq_len)
+    model = plain_model(seq_len, config=config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=fused)
 
     def step(batches: list[torch.Tensor]) -> float:
