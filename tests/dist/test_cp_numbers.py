@@ -9,13 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ds4d.attention import blockwise, visible
 from ds4d.attention.documents import Documents
 from ds4d.data.batch import MicroBatch
 from tests.harness import run_distributed
+from tests.measures import Largest, saved_in_a_layer
 from tests.parity import folder_of, make_engine, make_run
 from tests.reference import rows, samples
 
@@ -289,26 +288,13 @@ def attended(cases, length, batch=1):
         call = Call(q, k, v, Visible(causal=causal), scale=0.3, softcap=softcap)
         make = Gathered if run.context.exchange == "all_gather" else Ring
         way = context.way(make, call, group=mesh.group("ring"))
-        with comm.count_traffic() as forward, _Largest() as largest:
+        with comm.count_traffic() as forward, Largest() as largest:
             o, lse = way.compute(q, k, v)
         with comm.count_traffic() as backward, largest:
             way.backward(grad.transpose(1, 2), q, k, v, None, o, lse)
         sums = (forward.of("context"), backward.of("context"), backward.of("context gradients"))
         out.append((sums, largest.numbers))
     return out
-
-
-class _Largest(TorchDispatchMode):
-    """Numbers in the largest tensor that any operation makes."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // 4)
-        return out
 
 
 @pytest.mark.parametrize("cp", [2, 4])
@@ -414,35 +400,6 @@ def test_nothing_is_computed_between_documents_or_outside_of_a_window(cp):
             assert forward == seen
         else:
             assert forward <= blocks_of_window < length**2 / 2 / 7
-
-
-def saved_in_a_layer(runs, batch):
-    """Bytes that autograd keeps for one layer, by counting those of the whole forward pass with
-    all layers and with one less; a run each."""
-    from ds4d.loss import sum_loss
-
-    out = []
-    for run in runs:
-        engine, mesh = make_engine(run)
-        model, mine = engine.module, mesh.cutter(batch)
-        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        counts = []
-        for _ in range(2):
-            kept: dict[int, int] = {}
-
-            def keep(tensor):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in parameters:
-                    kept[storage.data_ptr()] = storage.nbytes()
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                loss = sum_loss(model, mine)
-            counts.append(sum(kept.values()))
-            del loss
-            model.model.layers = model.model.layers[:-1]
-        out.append(counts[0] - counts[1])
-    return out
 
 
 def test_activations_kept_for_a_layer_are_those_of_own_tokens():

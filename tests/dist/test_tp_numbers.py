@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.parity import SGD, make_engine, make_run
 from tests.harness import run_distributed
+from tests.measures import saved_in_a_layer
+from tests.parity import SGD, make_engine, make_run
 from tests.reference import rows, samples
 from tests.tp_families import COMMON
 
@@ -98,35 +98,6 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(tp, folder):
                     width * ring["reduce_scatter"], calls
                 )  # fmt: skip
             assert sent == expected, case
-
-
-def saved_in_a_layer(runs, batch):
-    """Bytes that autograd keeps for one layer, by counting those of the whole forward pass with
-    all layers and with one less; a run each."""
-    from ds4d.loss import sum_loss
-
-    out = []
-    for run in runs:
-        engine, _ = make_engine(run)
-        model = engine.module
-        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        counts = []
-        for _ in range(2):
-            kept: dict[int, int] = {}
-
-            def keep(tensor):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in parameters:
-                    kept[storage.data_ptr()] = storage.nbytes()
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                loss = sum_loss(model, batch)
-            counts.append(sum(kept.values()))
-            del loss
-            model.model.layers = model.model.layers[:-1]
-        out.append(counts[0] - counts[1])
-    return out
 
 
 def test_activations_kept_for_a_layer(folder):

@@ -7,14 +7,13 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ds4d.attention import kernels, visible
 from ds4d.attention.documents import Documents
 from ds4d.attention.interface import attention
 from ds4d.attention.kernels import KERNELS, Call, attend, choose
 from ds4d.attention.visible import Visible, blocks, cut_mask
+from tests.measures import Largest
 from tests.unit import fake_flash
 from tests.unit.attention_calls import (
     EXTRAS,
@@ -154,19 +153,6 @@ def test_dropout_gradient_of_queries_and_keys_is_the_slope(monkeypatch):
     assert torch.autograd.gradcheck(attention, (q, k))
 
 
-class _Largest(TorchDispatchMode):
-    """Numbers in the largest tensor that any operation makes."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // 4)
-        return out
-
-
 LONG = 4096
 LONG_VISIBLE = {
     "causal": lambda: Visible(causal=True),
@@ -189,7 +175,7 @@ def _prefix(rows, queries, keys) -> torch.Tensor:
 def test_no_tensor_of_sequence_times_sequence_is_made(seen, softcap):
     q, k, v = (torch.randn(1, 1, LONG, 8, requires_grad=True) for _ in range(3))
     saved = []
-    with _Largest() as largest, torch.autograd.graph.saved_tensors_hooks(
+    with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(
         lambda x: saved.append(x.numel()) or x, lambda x: x
     ):
         attend(Call(q, k, v, LONG_VISIBLE[seen](), 0.3, softcap=softcap)).sum().backward()
