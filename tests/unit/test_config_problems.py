@@ -7,7 +7,6 @@ import pickle
 
 import pytest
 
-from ds4d.config import checks
 from ds4d.config.errors import ConfigError
 from ds4d.config.load import load
 from tests.unit.config_files import ABSENT, SMALL, changed, problems
