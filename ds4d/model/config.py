@@ -35,7 +35,8 @@ from ds4d.config.types import ModelConfig
 # Kept by save_pretrained in every config.json; they say nothing about the model's shape.
 BOOKKEEPING = ("model_type", "auto_map", "_name_or_path", "_attn_implementation_autoset")
 # Causal by name only: trained by permutation, or bidirectional.
-LOOKS_AHEAD = ("xlnet", "xlm")
+LOOKS_AHEAD = ("xlnet", "xlm", "cpmant")
+_EXAMPLES = re.compile(r"^ *>>> .*$", re.MULTILINE)  # in docstrings: no code of the model
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -81,7 +82,7 @@ def why_not_trainable(config: PreTrainedConfig) -> str | None:
     """Why no causal language model can be made of this config; None: it can. Builds it on meta,
     which takes no memory."""
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    source = inspect.getsource(sys.modules[cls.__module__])
+    source = _EXAMPLES.sub("", inspect.getsource(sys.modules[cls.__module__]))
     if "config.is_decoder" in source and "config.is_decoder = True" not in source:
         if not getattr(config, "is_decoder", True):
             return f"{config.model_type} sees later tokens unless is_decoder is true; set it"

@@ -23,6 +23,7 @@ REFUSED = {
     "falcon": "has its own attention code",  # with alibi and without
     "gpt_neo": "has its own attention code",
     "mamba": "has its own attention code",
+    "deepseek_v32": "picks the keys that each query sees itself",
     "jamba": OTHER,
     "zamba2": OTHER,
     "qwen3_next": OTHER,  # linear attention and convolutions

@@ -394,9 +394,10 @@ def test_positions_are_learned_or_scaled():
 def test_model_folder(tmp_path):
     folder = dict(ds4d__model={"path": str(tmp_path)})
     assert "no config.json" in problems(changed(**folder))["ds4d.model.path"]
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    found = problems(changed(**folder, ds4d__data__seq_len=512))
-    assert "sees later tokens unless is_decoder is true" in found["ds4d.model.path"]
+    for model_type in ("bert", "roberta"):  # an example in roberta's docstring sets it
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        found = problems(changed(**folder, ds4d__data__seq_len=512))
+        assert "sees later tokens unless is_decoder is true" in found["ds4d.model.path"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "is_decoder": True}))
     assert problems(changed(**folder, ds4d__data__seq_len=512)) == {}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
