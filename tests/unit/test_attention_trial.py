@@ -42,6 +42,10 @@ def test_exact(model_type):
     assert trial.why_not_shared(of(model_type)) is None
 
 
+def test_fewer_tokens_and_positions_than_are_tried():
+    assert trial.why_not_shared(of("gpt2", n_positions=30, vocab_size=50)) is None
+
+
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_refused_by_name(model_type):
     assert REFUSED[model_type] in trial.why_not_shared(of(model_type))
