@@ -419,3 +419,21 @@ def test_the_error_travels_between_processes():
         load(changed(tp_size=1))
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (copy.problems, str(copy)) == (caught.value.problems, str(caught.value))
+
+
+@pytest.mark.parametrize(
+    "model_type, key, text",
+    [
+        ("musicgen", "ds4d.model.config", "has several text models"),
+        ("dots3_note_text", "ds4d.parallel.cp", "picks the keys that each query sees itself"),
+    ],
+)
+def test_configs_whose_fields_have_no_one_value(model_type, key, text):
+    found = problems(
+        changed(
+            ds4d__model={"config": {"model_type": model_type}},
+            ds4d__parallel={"cp": 2},
+            ds4d__data__packing="concat",
+        )
+    )
+    assert list(found) == [key] and text in found[key]
