@@ -16,7 +16,13 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from ds4d.attention.blockwise import BlockKernel, Blockwise, CpuFlash, PlainBlocks
+from ds4d.attention.blockwise import (
+    BlockKernel,
+    Blockwise,
+    CausalOnCpu,
+    CpuFlash,
+    PlainBlocks,
+)
 from ds4d.attention.flash import Attend, CudaFlash, Way, rows_together
 from ds4d.attention.flash_blocks import CudaBlocks
 from ds4d.attention.flash_ops import flash_ops
@@ -95,6 +101,17 @@ def _fits_sdpa(call: Call) -> bool:
         and visible.general is None
         and (is_upper_left or not visible.causal)
         and _sdpa_drops(call)
+    )
+
+
+def _fits_cpu_causal(call: Call) -> bool:
+    query = call.query
+    return (
+        _fits_sdpa(call)
+        and call.visible.causal
+        and query.device.type == "cpu"
+        and query.dtype in (torch.float32, torch.float64)
+        and query.shape[2] > CausalOnCpu.STEP
     )
 
 
@@ -198,6 +215,9 @@ def _blockwise(make: type[BlockKernel]) -> Callable[[Call], torch.Tensor]:
 
 
 KERNELS = (
+    Kernel(
+        "cpu causal", _fits_cpu_causal, partial(run_way, make=CausalOnCpu), equal_dims_on=("cpu",)
+    ),
     Kernel("sdpa", _fits_sdpa, _sdpa, equal_dims_on=("cpu",)),
     Kernel("sdpa with a small mask", _fits_masked_sdpa, _masked_sdpa, equal_dims_on=("cpu",)),
     Kernel(

@@ -94,7 +94,7 @@ def test_values_may_be_wider_or_narrower_than_queries(seen, value_dim):
 
 
 PICKS = [
-    ("causal", {}, "sdpa"),
+    ("causal", {}, "cpu causal"),
     ("all", {}, "sdpa"),
     ("general", {}, "sdpa with a small mask"),
     ("documents", {}, "cpu flash"),
