@@ -363,14 +363,17 @@ def _on_model(
     **kwargs: Any,
 ) -> Any:
     """``function(PATH, *more, **kwargs)``, in this process or on --pp x --tp ranks."""
+    from ds4d.config.types import ParallelConfig
     from ds4d.launch.call import call_on_ranks
     from ds4d.saved_model import check_can_be_cut
 
     if args.pp * args.tp == 1:
         return function(args.path, *more, **kwargs, device=args.device or _default_device())
-    layout = {"pp": args.pp, "tp": args.tp}
-    check_can_be_cut(args.path, **layout, generates=generates)  # before any rank starts
-    return call_on_ranks(function, args.path, *more, **kwargs, **layout, device=args.device)
+    check_can_be_cut(args.path, pp=args.pp, tp=args.tp, generates=generates)  # before ranks start
+    parallel = ParallelConfig(pp=args.pp, tp=args.tp)
+    return call_on_ranks(
+        function, args.path, *more, **kwargs, parallel=parallel, device=args.device
+    )
 
 
 def _default_device() -> str:
