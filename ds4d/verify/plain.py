@@ -57,14 +57,15 @@ def train_plainly(run: RunConfig, *, dtype: torch.dtype = torch.float32) -> Resu
 
     Args:
         run: a small one (``small.py``); its layout is not looked at.
-        dtype: of weights, gradients and moments.
+        dtype: that the model computes in, and of its gradients; weights are updated in fp32.
     """
     model = _load(Path(run.model.path), dtype)
     parameters = dict(model.named_parameters())
+    masters = {name: nn.Parameter(value) for name, value in _copies(parameters).items()}
     optimizer = build_optimizer(
-        parameters.items(), run.deepspeed["optimizer"], decay_all=run.training.decay_all
+        masters.items(), run.deepspeed["optimizer"], decay_all=run.training.decay_all
     )
-    found = Result(before=_copies(parameters))
+    found = Result(before=_copies(masters))
     for step in read_steps(run):
         targets = [targets for _, targets, _ in step]
         tokens = sum(int((t != IGNORE).sum()) for t in targets)
@@ -73,18 +74,22 @@ def train_plainly(run: RunConfig, *, dtype: torch.dtype = torch.float32) -> Resu
             part = _loss_sum(model, document, run.training) / tokens
             part.backward()
             loss += float(part.detach())
-        grads = [p.grad for p in parameters.values() if p.grad is not None]
-        norm = get_total_norm(grads)
-        if not found.gradients:
-            found.gradients = _copies({name: p.grad for name, p in parameters.items()})
+        gradients = _copies({name: p.grad for name, p in parameters.items()})
+        norm = get_total_norm(gradients.values())
+        found.gradients = found.gradients or _copies(gradients)
+        for name, gradient in gradients.items():
+            masters[name].grad = gradient
         if limit := run.deepspeed.get("gradient_clipping"):
-            clip_grads_with_norm_(parameters.values(), limit, norm)
+            clip_grads_with_norm_(masters.values(), limit, norm)
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
+        with torch.no_grad():
+            for name, master in masters.items():
+                parameters[name].copy_(master)
         found.losses.append(loss)
         found.grad_norms.append(float(norm))
         found.tokens.append(tokens)
-    found.after = _copies(parameters)
+    found.after = _copies(masters)
     return found
 
 
