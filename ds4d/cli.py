@@ -231,7 +231,13 @@ def _verify(args: argparse.Namespace) -> int:
     from ds4d.verify.run import verify
 
     run = load(args.config, overrides=args.overrides, world_size=args.world_size)
-    report = verify(run, steps=args.steps, max_ranks=args.max_ranks, full=args.full)
+    report = verify(
+        run,
+        steps=args.steps,
+        max_ranks=args.max_ranks,
+        full=args.full,
+        say=lambda text: print(f"ds4d: {text}", file=sys.stderr),
+    )
     print(json.dumps(as_dict(report), indent=2) if args.json else plain(render(report)))
     return 0 if report.passed else FAILURE
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import random
 import tempfile
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ds4d.config.load import load
 from ds4d.config.types import RunConfig
-from tests.harness import run_distributed
+from ds4d.mesh import Mesh
+from ds4d.verify.ranks import RanksFailed, train_here
+from tests.harness import RankFailure, run_distributed
+from tests.verify_faults import FAULTS
 
 MODEL = dict(
     model_type="llama", vocab_size=4097, hidden_size=256, intermediate_size=704,
@@ -78,9 +84,11 @@ def run_of(
 
 def on_workers(run: RunConfig, results: Path, *, fault: str | None = None) -> None:
     """``train_here`` on the harness's ranks."""
-    run_distributed(
-        train_on_worker, run.parallel.world_size, timeout=300, run=run, results=results, fault=fault
-    )
+    kwargs = {"run": run, "results": results, "fault": fault}
+    try:
+        run_distributed(train_on_worker, run.parallel.world_size, timeout=300, **kwargs)
+    except RankFailure as failure:
+        raise RanksFailed(str(failure)) from failure
 
 
 def with_fault(fault: str):
@@ -88,19 +96,6 @@ def with_fault(fault: str):
 
 
 def train_on_worker(run: RunConfig, results: Path, fault: str | None) -> None:
-    from contextlib import nullcontext
-
-    import torch
-
-    from ds4d.mesh import Mesh
-    from ds4d.verify.ranks import train_here
-
-    if fault is None:
-        planted = nullcontext()
-    else:
-        from tests.verify_faults import FAULTS
-
-        planted = FAULTS[fault]()
-    with planted:
+    with nullcontext() if fault is None else FAULTS[fault].plant():
         mesh = Mesh.create(run.parallel, run.context)
         train_here(run, results, device=torch.device("cpu"), mesh=mesh)

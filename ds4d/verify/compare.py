@@ -8,8 +8,9 @@ margin for chance (``MARGIN``, and ``FLOOR``: what rounding one number takes).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -27,6 +28,8 @@ SIGNS = ("lion",)  # optimizers that make a whole step of the sign of a rounding
 PART_OF_SIGNS = 0.05
 MARGIN = {"all": 1.1, "one": 2.0}  # of the mean over many tensors; of a single number or tensor
 FLOOR = {"bf16": 2.0**-9, "fp16": 2.0**-12}
+
+Limit = Callable[[str, int], float]  # (what, step) -> tolerance
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,14 @@ class Row:
         return self.error <= self.tolerance  # not, where there is NaN
 
 
+class Off(NamedTuple):
+    """A tensor that is not within: ``what`` is "gradient" or "weight"."""
+
+    what: str
+    name: str
+    error: float
+
+
 def compare(
     layout: LayoutResult,
     exact: Result,
@@ -65,17 +76,16 @@ def compare(
     """
     found = layout.whole
     rows = [*_same_names(found, exact)]
+    tensors = tensor_rows(layout, exact, half, precision=precision, optimizer=optimizer)
     if half is None:
         rows += _numbers(found, exact, lambda _what, _step: EXACT)
-        rows.append(_worst("gradient", gradient_errors(found, exact), EXACT))
-        rows.append(_worst_weight(found, exact, optimizer))
     else:
-        floor = FLOOR[precision]
-        rows += _numbers(found, exact, _half_limits(half, exact, floor))
-        errors = gradient_errors(found, exact), gradient_errors(half, exact)
-        rows += _half_tensors("gradient", *errors, floor)
-        errors = move_errors(found, exact), move_errors(half, exact)
-        rows += _half_tensors("update", *errors, floor)
+        rows += _numbers(found, exact, _half_limits(half, exact, FLOOR[precision]))
+    for what, of_each in tensors.items():
+        if half is not None:
+            errors = _ERRORS[what](half, exact).values()
+            rows.append(_together(what, of_each, root_mean_square(errors), FLOOR[precision]))
+        rows.append(max(of_each, key=lambda row: (math.isnan(row.error), _part(row))))
     rows += [
         Row(f"tokens, step {step}", abs(a - b), 0.0, "", b, a)
         for step, (a, b) in enumerate(zip(found.tokens, exact.tokens, strict=True), start=1)
@@ -94,7 +104,7 @@ def _same_names(found: Result, exact: Result) -> Iterator[Row]:
         yield Row("tensors that only one has", len(odd), 0.0, odd[0])
 
 
-def _numbers(found: Result, exact: Result, limit) -> Iterator[Row]:
+def _numbers(found: Result, exact: Result, limit: Limit) -> Iterator[Row]:
     for what, of_layout, of_plain in (
         ("loss", found.losses, exact.losses),
         ("grad norm", found.grad_norms, exact.grad_norms),
@@ -108,7 +118,7 @@ def relative(found: float, expected: float) -> float:
     return abs(found - expected) / max(abs(expected), 1e-30)
 
 
-def _half_limits(half: Result, exact: Result, floor: float):
+def _half_limits(half: Result, exact: Result, floor: float) -> Limit:
     """The largest over the steps: a single one may be good by chance."""
     pairs = {"loss": (half.losses, exact.losses), "grad norm": (half.grad_norms, exact.grad_norms)}
     worst = {what: max(map(relative, *pair)) for what, pair in pairs.items()}
@@ -140,13 +150,35 @@ def move_errors(found: Result, exact: Result) -> dict[str, float]:
     return errors
 
 
-def _worst(what: str, errors: Mapping[str, float], tolerance: float) -> Row:
-    name = max(errors, key=lambda n: (math.isnan(errors[n]), errors[n]))
-    return Row(what, errors[name], tolerance, name)
+_ERRORS = {"gradient": gradient_errors, "weight": move_errors}
 
 
-def _worst_weight(found: Result, exact: Result, optimizer: str) -> Row:
-    """The one that is furthest beyond its own tolerance, or nearest to it."""
+def tensor_rows(
+    layout: LayoutResult,
+    exact: Result,
+    half: Result | None = None,
+    *,
+    precision: str = "fp32",
+    optimizer: str = "adamw",
+) -> dict[str, list[Row]]:
+    """Of every gradient and of every weight, in the order of the model. Args: see ``compare``."""
+    found = layout.whole
+    if half is None:
+        errors = gradient_errors(found, exact)
+        gradients = [Row("gradient", error, EXACT, name) for name, error in errors.items()]
+        return {"gradient": gradients, "weight": _weight_rows(found, exact, optimizer)}
+    rows = {}
+    for what, errors in _ERRORS.items():
+        plain = errors(half, exact)
+        least = root_mean_square(plain.values())
+        rows[what] = [
+            Row(what, error, MARGIN["one"] * max(plain[name], least) + FLOOR[precision], name)
+            for name, error in errors(found, exact).items()
+        ]
+    return rows
+
+
+def _weight_rows(found: Result, exact: Result, optimizer: str) -> list[Row]:
     rows = []
     for name, after in exact.after.items():
         size = max(float(after.norm()), 1e-30)
@@ -155,23 +187,29 @@ def _worst_weight(found: Result, exact: Result, optimizer: str) -> Row:
         if optimizer.lower() in SIGNS:
             allowed = max(ROUNDING, PART_OF_SIGNS * moved)
         rows.append(Row("weight", distance(found.after.get(name), after) / size, allowed, name))
-    return max(rows, key=lambda row: (math.isnan(row.error), row.error / row.tolerance))
+    return rows
 
 
-def _half_tensors(
-    what: str, found: dict[str, float], plain: dict[str, float], floor: float
-) -> Iterator[Row]:
-    """All together, and the worst one."""
-    mean = root_mean_square(plain.values())
-    tolerance = MARGIN["all"] * mean + floor / 4
-    yield Row(f"{what}s, all", root_mean_square(found.values()), tolerance)
-    rows = [
-        Row(what, error, MARGIN["one"] * max(plain[name], mean) + floor, name)
-        for name, error in found.items()
-    ]
-    yield max(rows, key=lambda row: (math.isnan(row.error), row.error / row.tolerance))
+def _together(what: str, rows: list[Row], plain: float, floor: float) -> Row:
+    error = root_mean_square(row.error for row in rows)
+    return Row(f"{what}s, all", error, MARGIN["all"] * plain + floor / 4)
 
 
-def root_mean_square(values) -> float:
+def _part(row: Row) -> float:
+    """Of what it may be off."""
+    return row.error / row.tolerance
+
+
+def root_mean_square(values: Iterable[float]) -> float:
     values = list(values)
     return math.sqrt(sum(value**2 for value in values) / len(values))
+
+
+def off_tensors(rows: dict[str, list[Row]]) -> tuple[Off, ...]:
+    """Those that are not within: gradients first, each in the order of the model."""
+    return tuple(
+        Off(row.what, row.where, row.error)
+        for of_each in rows.values()
+        for row in of_each
+        if not row.passed
+    )

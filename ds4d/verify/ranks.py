@@ -30,7 +30,12 @@ RATE = 2.0**12
 WEIGHT = "weight/"
 
 Pieces = dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]
-CallOnRanks = Callable[[RunConfig, Path], None]  # runs ``train_here`` on the ranks of the run
+# Runs ``train_here`` on the ranks of the run; raises ``RanksFailed``.
+CallOnRanks = Callable[[RunConfig, Path], None]
+
+
+class RanksFailed(RuntimeError):
+    """They did not train to the end."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,9 @@ def train_in_layout(run: RunConfig, results: Path, call: CallOnRanks) -> LayoutR
 
     Args:
         results: an empty folder.
+
+    Raises:
+        RanksFailed: where one has raised, or died.
     """
     call(run, results)
     world = range(run.parallel.world_size)

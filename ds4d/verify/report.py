@@ -12,7 +12,8 @@ from rich.text import Text
 
 from ds4d.config.layout import AXES
 from ds4d.config.types import RunConfig
-from ds4d.verify.compare import Row
+from ds4d.verify.bisect import Finding
+from ds4d.verify.compare import Off, Row
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Report:
     rows: what was compared.
     sent: bytes that all ranks together sent in the last step, by purpose; DeepSpeed's own
         reductions over dp x cp are not counted.
+    finding: where it goes wrong, if it does.
     """
 
     run: RunConfig
@@ -33,6 +35,7 @@ class Report:
     notes: tuple[str, ...]
     rows: tuple[Row, ...]
     sent: dict[str, int]
+    finding: Finding | None = None
 
     @property
     def passed(self) -> bool:
@@ -51,6 +54,15 @@ def as_dict(report: Report) -> dict[str, Any]:
         "notes": list(report.notes),
         "rows": [_row(row) for row in report.rows],
         "bytes_sent": report.sent,
+        "finding": report.finding and _finding(report.finding),
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "axes": list(finding.axes),
+        "right_without": finding.right_without,
+        "off": [{"what": off.what, "tensor": off.name} for off in finding.off],
     }
 
 
@@ -113,4 +125,28 @@ def _tail(report: Report) -> list[str]:
     lines = ["", f"bytes sent in a step: {sent}"] if sent else [""]
     failed = sum(not row.passed for row in report.rows)
     verdict = "PASS" if report.passed else f"FAIL: {failed} of {len(report.rows)} are not within"
-    return [*lines, verdict]
+    return [*lines, verdict, *(_explained(report.finding) if report.finding else [])]
+
+
+def _explained(finding: Finding) -> list[str]:
+    together = " and ".join(finding.axes)
+    wrong = f"it goes wrong with {together}" + (" alone" if finding.axes[1:] == () else " together")
+    if not finding.axes:
+        wrong = "it goes wrong on one rank, too: no axis of the layout is to blame"
+    if finding.right_without is not None:
+        also = "right" if finding.right_without else "still not right: there is more"
+        wrong += f"; without, the layout is {also}"
+    lines = [wrong]
+    for what in dict.fromkeys(off.what for off in finding.off):
+        lines.append(_range([off for off in finding.off if off.what == what]))
+    return lines
+
+
+def _range(off: list[Off]) -> str:
+    """The first and the last in the order of the model: before a fault in a backward pass all
+    gradients are off, behind it none."""
+    first, last, worst = off[0], off[-1], max(off, key=lambda each: each.error)
+    text = f"first {first.what} that is off: {first.name} ({first.error:.1e})"
+    if first is last:
+        return f"{text}, the only one"
+    return f"{text}; last: {last.name}; worst of {len(off)}: {worst.name} ({worst.error:.1e})"
