@@ -191,6 +191,7 @@ class Trainer:
         self.data = data
         self.output = output
         self.mesh = mesh
+        self.cutter = mesh.cutter
         self.total_steps = total_steps(run, len(data.train))
         self.progress = Progress()
         seed_everything(run.training.seed, self.mesh.dropout_rank)
@@ -269,7 +270,7 @@ class Trainer:
                 self.run.batch,
                 dp_rank=self.mesh.coordinate.dp,
                 dp_size=self.run.parallel.dp,
-                cutter=self.mesh.cutter,
+                cutter=self.cutter,
                 consumed_samples=self.progress.consumed_samples,
                 num_workers=self.run.data.num_workers,
             )
@@ -334,7 +335,7 @@ class Trainer:
             self.run.batch.micro,
             dp_rank=self.mesh.coordinate.dp,
             dp_size=self.run.parallel.dp,
-            cutter=self.mesh.cutter,
+            cutter=self.cutter,
         )
         sums = self.engine.eval_sums(batches)
         group = self.mesh.group("pp_dp_cp")

@@ -114,7 +114,7 @@ def _averaged():
     return _after(engine.Engine, "__init__", one)
 
 
-@fault("one rank does not step its part of the weights", "dp", "zero", dp=2, cp=2)
+@fault("one rank does not step its part of the weights", "dp", "zero", dp=2, tp=2)
 def _not_stepped():
     real = DeepSpeedZeroOptimizer._optimizer_step
 
@@ -179,7 +179,7 @@ def _bias():
 
 
 @fault(
-    "gradients of norms are not summed over tp", "tp", tp=2, dp=2,
+    "gradients of norms are not summed over tp", "tp", "sequence_parallel", tp=2, dp=2,
     tensor="model.layers.0.input_layernorm.weight",
 )  # fmt: skip
 def _norms():

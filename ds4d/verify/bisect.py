@@ -18,7 +18,9 @@ from ds4d.verify.compare import Off
 # axis -> what takes it away; in the order in which they are tried and named
 WITHOUT = {
     "tp": ("ds4d.parallel.tp=1", "ds4d.parallel.sequence_parallel=false"),
+    "sequence_parallel": ("ds4d.parallel.sequence_parallel=false",),
     "pp": ("ds4d.parallel.pp=1",),
+    "schedule": ("ds4d.pipeline={}",),
     "cp": ("ds4d.parallel.cp=1",),
     "dp": ("ds4d.parallel.dp=1",),
     "zero": ("zero_optimization.stage=0",),
@@ -26,6 +28,7 @@ WITHOUT = {
     "bf16": ("bf16.enabled=false",),
     "fp16": ("fp16.enabled=false",),
 }
+NEEDS = {"sequence_parallel": "tp", "schedule": "pp"}  # is nothing without
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ def axes_of(run: RunConfig) -> tuple[str, ...]:
     """What can be taken away."""
     here = {axis for axis in ("tp", "pp", "cp", "dp") if getattr(run.parallel, axis) > 1}
     here |= {run.precision.param_dtype}
+    here |= {"sequence_parallel"} if run.parallel.sequence_parallel else set()
+    here |= {"schedule"} if run.pipeline.schedule != "1f1b" else set()
     here |= {"zero"} if run.zero_stage else set()
     here |= {"recompute"} if run.recompute != "none" else set()
     return tuple(axis for axis in WITHOUT if axis in here)
@@ -88,7 +93,9 @@ def bisect(
 def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """None, each, each pair, all."""
     for size in range(min(len(axes), 3)):
-        yield from combinations(axes, size)
+        for subset in combinations(axes, size):
+            if all(NEEDS.get(axis, axis) in subset for axis in subset):
+                yield subset
     yield tuple(axes)
 
 

@@ -54,7 +54,7 @@ class Row:
 
 
 class Off(NamedTuple):
-    """A tensor that is not within: ``what`` is "gradient" or "weight"."""
+    """A tensor that is not within: ``what`` is "gradient", "weight" or "update"."""
 
     what: str
     name: str
@@ -150,7 +150,7 @@ def move_errors(found: Result, exact: Result) -> dict[str, float]:
     return errors
 
 
-_ERRORS = {"gradient": gradient_errors, "weight": move_errors}
+_ERRORS = {"gradient": gradient_errors, "update": move_errors}
 
 
 def tensor_rows(
@@ -161,7 +161,8 @@ def tensor_rows(
     precision: str = "fp32",
     optimizer: str = "adamw",
 ) -> dict[str, list[Row]]:
-    """Of every gradient and of every weight, in the order of the model. Args: see ``compare``."""
+    """Of every gradient and of every weight, in the order of the model; in half precision of what
+    each weight has moved. Args: see ``compare``."""
     found = layout.whole
     if half is None:
         errors = gradient_errors(found, exact)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from ds4d.checkpoint.logical import LogicalTensor
 from ds4d.comm import count_traffic
 from ds4d.config.types import RunConfig
-from ds4d.data.prepare import prepare
+from ds4d.data.prepare import PreparedData, prepare
 from ds4d.engine import StepResult
 from ds4d.mesh import Mesh
 from ds4d.trainer import Trainer
@@ -28,6 +29,7 @@ from ds4d.verify.plain import Result
 # A power of two, and so large that the weights before are but rounding in those after.
 RATE = 2.0**12
 WEIGHT = "weight/"
+SMALLEST_CHUNK = 2  # tokens
 
 Pieces = dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]
 # Runs ``train_here`` on the ranks of the run; raises ``RanksFailed``.
@@ -59,11 +61,11 @@ def train_here(run: RunConfig, results: Path, *, device: torch.device, mesh: Mes
     data = prepare(run, sources=("train",), progress=False)
     sgd = {"type": "SGD", "params": {"lr": RATE}}
     keys = {**run.deepspeed, "optimizer": sgd, "gradient_clipping": 0.0}
-    once = Trainer(run.replace(deepspeed=keys), data, results, device, mesh)
+    once = _trainer(run.replace(deepspeed=keys), data, results, device, mesh)
     before = _weights(once)
     once.engine.train_step(next(once.micro_batches()))
     moved = _weights(once)
-    trainer = Trainer(run, data, results, device, mesh)
+    trainer = _trainer(run, data, results, device, mesh)
     steps = []
     for micro_batches in islice(trainer.micro_batches(), run.training.steps):
         with count_traffic() as traffic:
@@ -73,6 +75,13 @@ def train_here(run: RunConfig, results: Path, *, device: torch.device, mesh: Mes
         sent[purpose] += count
     found = RankResult(steps, before, moved, _weights(trainer), sent)
     torch.save(found, results / f"rank-{mesh.rank}.pt")
+
+
+def _trainer(run: RunConfig, data: PreparedData, *others: Any) -> Trainer:
+    """Which deals short rows by their work, as long ones are."""
+    trainer = Trainer(run, data, *others)
+    trainer.cutter = replace(trainer.cutter, smallest_chunk=SMALLEST_CHUNK)
+    return trainer
 
 
 def _weights(trainer: Trainer) -> Pieces:

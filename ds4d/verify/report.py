@@ -104,7 +104,14 @@ def _head(report: Report) -> list[str]:
         f"model    {report.model}",
         f"data     {report.samples}, {run.batch.train} a step",
         "against  one process with the Hugging Face model in fp32, each document alone",
+        *_half_precision(run.precision.param_dtype),
     ]
+
+
+def _half_precision(dtype: str) -> list[str]:
+    if dtype == "fp32":
+        return []
+    return [f"         tolerances are what such a process in {dtype} is off by, with a margin"]
 
 
 def _table(report: Report) -> Table:

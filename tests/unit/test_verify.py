@@ -182,7 +182,7 @@ def test_half_precision_may_be_as_far_as_plain_half_precision():
     near, far = result(1.01), result(1.2)
     assert not failed(compare(layout(near), result(), near, precision="bf16"))
     wrong = failed(compare(layout(far), result(), near, precision="bf16"))
-    assert wrong == ["gradients, all", "gradient first", "weights, all", "weight first"]
+    assert wrong == ["gradients, all", "gradient first", "updates, all", "update first"]
 
 
 # -- bisect --------------------------------------------------------------------------------------
@@ -231,9 +231,25 @@ def test_a_layout_that_there_is_not_is_not_blamed():
     assert bisect(("tp", "pp", "cp"), WHOLE, attempt).axes == ("tp", "pp", "cp")
 
 
+def test_what_is_nothing_without_another_axis_is_not_tried_without():
+    tried = []
+
+    def attempt(overrides):
+        tried.append(overrides)
+        return Trial(True, ())
+
+    bisect(("tp", "sequence_parallel", "pp"), WHOLE, attempt)
+    pp, tp, both = (
+        "ds4d.parallel.pp=1",
+        "ds4d.parallel.tp=1",
+        "ds4d.parallel.sequence_parallel=false",
+    )
+    assert tried == [(tp, both, both, pp), (both, pp), (tp, both, both), (pp,), (both,)]
+
+
 def test_axes_of_a_run():
     run = run_of(tp=2, cp=2, recompute="full", keys={"bf16": {"enabled": True}})
-    assert axes_of(run) == ("tp", "cp", "zero", "recompute", "bf16")
+    assert axes_of(run) == ("tp", "sequence_parallel", "cp", "zero", "recompute", "bf16")
     assert axes_of(run_of(dp=2, stage=0)) == ("dp",)
 
 
