@@ -49,7 +49,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ds4d {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in (
-        _add_train, _add_check, _add_plan, _add_schema, _add_export, _add_generate, _add_eval,
+        _add_train, _add_check, _add_plan, _add_verify, _add_schema, _add_export, _add_generate,
+        _add_eval,
     ):  # fmt: skip
         add(commands)
     return parser
@@ -196,6 +197,49 @@ def _plan(args: argparse.Namespace) -> None:
     plan = plan_pipeline(load(args.config, overrides=args.overrides, world_size=args.world_size))
     write_timelines(plan, args.timeline)
     print(json.dumps(as_dict(plan), indent=2) if args.json else plain(render(plan)))
+
+
+def _add_verify(commands: Any) -> None:
+    parser = _command(
+        commands, "verify", _verify,
+        "train a small copy of a file's model in the file's layout, on CPU processes of this "
+        "machine, and compare every number with one plain Hugging Face process",
+        "  ds4d verify run.json\n"
+        "  ds4d verify run.json --set ds4d.parallel.tp=2 --json\n"
+        "  ds4d verify cluster.json --world-size 1024 --max-ranks 16",
+    )  # fmt: skip
+    _add_file(parser)
+    parser.add_argument(
+        "--max-ranks", metavar="N", type=_positive, default=8,
+        help="of a layout with more, degrees above 2 are reduced to 2, and it is said "
+        "(default: 8)",
+    )  # fmt: skip
+    parser.add_argument("--steps", metavar="N", type=_positive, default=3, help="(default: 3)")
+    parser.add_argument(
+        "--full", action="store_true",
+        help="keep the model and the sequences as long as they are",
+    )  # fmt: skip
+    _add_json(parser)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    _quiet_libraries()
+    from ds4d.config.load import load
+    from ds4d.config.report import plain
+    from ds4d.launch.failure import FAILURE
+    from ds4d.verify.report import as_dict, render
+    from ds4d.verify.run import verify
+
+    run = load(args.config, overrides=args.overrides, world_size=args.world_size)
+    report = verify(
+        run,
+        steps=args.steps,
+        max_ranks=args.max_ranks,
+        full=args.full,
+        say=lambda text: print(f"ds4d: {text}", file=sys.stderr),
+    )
+    print(json.dumps(as_dict(report), indent=2) if args.json else plain(render(report)))
+    return 0 if report.passed else FAILURE
 
 
 def _add_schema(commands: Any) -> None:
@@ -363,14 +407,17 @@ def _on_model(
     **kwargs: Any,
 ) -> Any:
     """``function(PATH, *more, **kwargs)``, in this process or on --pp x --tp ranks."""
+    from ds4d.config.types import ParallelConfig
     from ds4d.launch.call import call_on_ranks
     from ds4d.saved_model import check_can_be_cut
 
     if args.pp * args.tp == 1:
         return function(args.path, *more, **kwargs, device=args.device or _default_device())
-    layout = {"pp": args.pp, "tp": args.tp}
-    check_can_be_cut(args.path, **layout, generates=generates)  # before any rank starts
-    return call_on_ranks(function, args.path, *more, **kwargs, **layout, device=args.device)
+    check_can_be_cut(args.path, pp=args.pp, tp=args.tp, generates=generates)  # before ranks start
+    parallel = ParallelConfig(pp=args.pp, tp=args.tp)
+    return call_on_ranks(
+        function, args.path, *more, **kwargs, parallel=parallel, device=args.device
+    )
 
 
 def _default_device() -> str:

@@ -80,12 +80,14 @@ class Cutter:
         size: of the cp group.
         ulysses: ranks that exchange heads.
         parts: that each rank cuts its tokens into (over tp).
+        smallest_chunk: in tokens, of those that are dealt by their work; None: ``SMALLEST_CHUNK``.
     """
 
     rank: int
     size: int
     ulysses: int = 1
     parts: int = 1
+    smallest_chunk: int | None = None
 
     @property
     def ring(self) -> int:
@@ -143,7 +145,7 @@ class Cutter:
         best = imbalance = _imbalance(spans, work)
         while imbalance > UNEVEN and length % (2 * chunks) == 0:
             chunks *= 2
-            if length // chunks < SMALLEST_CHUNK:
+            if length // chunks < (self.smallest_chunk or SMALLEST_CHUNK):
                 break
             dealt = _dealt(length, chunks, self.ring, work)
             imbalance = _imbalance(dealt, work)

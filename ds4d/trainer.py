@@ -79,7 +79,10 @@ def main(
     data = prepare(run, local_rank=rank.launch.local_rank)
     rank.init_distributed(run.training.process_group_timeout_seconds)
     _check_hosts_agree(data)
-    trainer = Trainer(run, data, rank.output, rank.device)
+    mesh = Mesh.create(
+        run.parallel, run.context, timeout_seconds=run.training.process_group_timeout_seconds
+    )
+    trainer = Trainer(run, data, rank.output, rank.device, mesh)
     checkpoint = trainer.find_checkpoint(resume)
     if checkpoint is not None:
         trainer.restore(checkpoint)
@@ -181,13 +184,14 @@ def _imbalance(micro_batches: list[MicroBatch]) -> float | None:
 class Trainer:
     """One run: a config, its data, a mesh, an engine and a run folder."""
 
-    def __init__(self, run: RunConfig, data: PreparedData, output: Path, device) -> None:
+    def __init__(
+        self, run: RunConfig, data: PreparedData, output: Path, device: torch.device, mesh: Mesh
+    ) -> None:
         self.run = run
         self.data = data
         self.output = output
-        self.mesh = Mesh.create(
-            run.parallel, run.context, timeout_seconds=run.training.process_group_timeout_seconds
-        )
+        self.mesh = mesh
+        self.cutter = mesh.cutter
         self.total_steps = total_steps(run, len(data.train))
         self.progress = Progress()
         seed_everything(run.training.seed, self.mesh.dropout_rank)
@@ -226,7 +230,7 @@ class Trainer:
         checkpoints = self.run.checkpoint
         with _stop_on_sigterm(self.run.training.on_sigterm) as stop:
             started = time.perf_counter()
-            for micro_batches in self._loader():
+            for micro_batches in self.micro_batches():
                 recorder = self._recorder()
                 result = self.engine.train_step(micro_batches, recorder=recorder)
                 self._judge(result, micro_batches)
@@ -254,7 +258,8 @@ class Trainer:
             return OFF
         return Recorder.on(self.engine.device, self.mesh.group("pp"))
 
-    def _loader(self) -> Iterator[list[MicroBatch]]:
+    def micro_batches(self) -> Iterator[list[MicroBatch]]:
+        """This rank's of each step that is left, and of more."""
         if self.progress.step >= self.total_steps:
             return iter(())
         order = SampleOrder(len(self.data.train), self.run.training.seed, self.run.data.shuffle)
@@ -265,7 +270,7 @@ class Trainer:
                 self.run.batch,
                 dp_rank=self.mesh.coordinate.dp,
                 dp_size=self.run.parallel.dp,
-                cutter=self.mesh.cutter,
+                cutter=self.cutter,
                 consumed_samples=self.progress.consumed_samples,
                 num_workers=self.run.data.num_workers,
             )
@@ -330,7 +335,7 @@ class Trainer:
             self.run.batch.micro,
             dp_rank=self.mesh.coordinate.dp,
             dp_size=self.run.parallel.dp,
-            cutter=self.mesh.cutter,
+            cutter=self.cutter,
         )
         sums = self.engine.eval_sums(batches)
         group = self.mesh.group("pp_dp_cp")

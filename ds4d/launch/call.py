@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ds4d.config.types import ParallelConfig
+from ds4d.config.types import ContextConfig, ParallelConfig
 from ds4d.launch import runtime
 from ds4d.launch.failure import INTERRUPTED
 from ds4d.launch.launcher import Job, check_gpus, run_job
@@ -33,25 +33,26 @@ TIMEOUT_SECONDS = 1800.0  # of a collective, as in training
 def call_on_ranks(
     function: Callable[..., T],
     *args: Any,
-    pp: int = 1,
-    tp: int = 1,
+    parallel: ParallelConfig,
+    context: ContextConfig = ContextConfig(),
     device: str | None,
     **kwargs: Any,
 ) -> T:
-    """``function(*args, **kwargs, device=..., mesh=...)`` on pp x tp ranks of this machine.
+    """``function(*args, **kwargs, device=..., mesh=...)`` on ranks of this machine.
 
     Args:
         function: of a module; it, its arguments and its result can be pickled.
+        parallel: how many ranks, and what each is in the mesh.
+        context: how ranks along cp stand to each other.
         device: "cuda", where each rank takes its own GPU, or "cpu"; None: cuda where there is one.
 
     Raises:
         LaunchError: the machine has no place for so many ranks; nothing was started.
         SystemExit: with the job's exit code; the ranks have said on stderr what went wrong.
     """
-    parallel = ParallelConfig(pp=pp, tp=tp)
     gpus = _gpus(device, parallel.world_size)
     folder = Path(tempfile.mkdtemp(prefix="ds4d-"))
-    (folder / CALL).write_bytes(pickle.dumps((parallel, function, args, kwargs)))
+    (folder / CALL).write_bytes(pickle.dumps((parallel, context, function, args, kwargs)))
     job = Job((str(folder),), parallel.world_size, gpus, module=__name__, stdout=STDERR)
     code = run_job(job)
     result = pickle.loads((folder / RESULT).read_bytes()) if code == 0 else None
@@ -69,7 +70,7 @@ def _gpus(device: str | None, num_ranks: int) -> tuple[str, ...]:
     gpus = () if device == "cpu" else visible_gpus()
     if device == "cuda" and not gpus:
         raise LaunchError("--device cuda: no GPU is visible here")
-    check_gpus(num_ranks, gpus, "lower --tp or --pp, or run with --device cpu")
+    check_gpus(num_ranks, gpus, "start fewer ranks, or run with --device cpu")
     return gpus
 
 
@@ -78,11 +79,11 @@ def main() -> int:
     folder = Path(sys.argv[1])
 
     def body(rank: runtime.Rank) -> int:
-        parallel, function, args, kwargs = pickle.loads((folder / CALL).read_bytes())
+        parallel, context, function, args, kwargs = pickle.loads((folder / CALL).read_bytes())
         from ds4d.mesh import Mesh  # torch
 
         rank.init_distributed(TIMEOUT_SECONDS)
-        mesh = Mesh.create(parallel, timeout_seconds=TIMEOUT_SECONDS)
+        mesh = Mesh.create(parallel, context, timeout_seconds=TIMEOUT_SECONDS)
         result = function(*args, **kwargs, device=rank.device, mesh=mesh)
         if mesh.rank == 0:
             (folder / RESULT).write_bytes(pickle.dumps(result))

@@ -25,6 +25,7 @@ VOCABULARY = 256
 POSITIONS = 512
 HEAD_DIM = 16
 MOST_QUERIES_PER_KEY = 8
+MOST_HEADS, MOST_KEY_HEADS = 4, 2  # unless more ranks share them
 LAYERS = 2
 LAYERS_OF_PART = 1  # beside the text model, and another number, to tell them apart
 HIDDEN = 64  # where there are no heads
@@ -110,6 +111,7 @@ class Sizes:
         vocabulary: the small one's size; 0 where there is none.
         tokens: what has become of special tokens beyond the small vocabulary.
         text: the sizes of the text model that this is a part beside.
+        ranks: that share the heads.
     """
 
     heads: tuple[int, int]
@@ -120,6 +122,7 @@ class Sizes:
     vocabulary: int
     tokens: dict[int, int] = field(default_factory=dict)
     text: Sizes | None = None
+    ranks: int = 1
 
     def head_size(self, value: int) -> int:
         return _rounded(value * self.head_scale, 4) if self.head_scale < 1 else value
@@ -133,24 +136,28 @@ class Sizes:
         return self.tokens.setdefault(value, max(0, self.vocabulary - 1 - len(self.tokens)))
 
 
-def shrunken(config: PreTrainedConfig, *, layers: int | None = None) -> PreTrainedConfig:
+def shrunken(
+    config: PreTrainedConfig, *, layers: int | None = None, ranks: int = 1
+) -> PreTrainedConfig:
     """A small config of the same family, for random weights in fp32; ``config`` stays as it is.
 
     Args:
         layers: at least so many; more where the family has more kinds of layers. None: as few as
             have every kind, and two if there are.
+        ranks: that share the attention heads: no fewer heads stay, nor key/value heads, where
+            there were so many.
 
     Raises:
         ValueError: the family's config has no sizes that could be made smaller.
     """
-    return _shrunken(config, layers, None)
+    return _shrunken(config, layers, None, ranks)
 
 
 def _shrunken(
-    config: PreTrainedConfig, layers: int | None, outer: Sizes | None
+    config: PreTrainedConfig, layers: int | None, outer: Sizes | None, ranks: int
 ) -> PreTrainedConfig:
     fields = _fields(config)
-    sizes = _sizes(config, outer)
+    sizes = _sizes(config, outer, ranks)
     small = dict(fields)
     if count := _get(config, "num_hidden_layers"):
         stay = layers_that_stay(fields, count, layers or min(count, LAYERS))
@@ -164,7 +171,7 @@ def _shrunken(
         if isinstance(inner, PreTrainedConfig):
             is_text = inner is text or not _get(text, "hidden_size")
             wanted = layers if is_text else LAYERS_OF_PART
-            small[name] = _shrunken(inner, wanted, sizes).to_dict()
+            small[name] = _shrunken(inner, wanted, sizes, ranks).to_dict()
     for name, value in MISSING.get(config.model_type, {}).items():
         if small.get(name) in (None, {}):
             small[name] = (value * len(stay))[: len(stay)] if name == "layer_types" else value
@@ -192,22 +199,23 @@ def _rounded(value: Fraction, step: int) -> int:
     return max(step, round(value / step) * step)
 
 
-def _few_heads(heads: int, shared: int | None) -> tuple[int, int]:
+def _few_heads(heads: int, shared: int | None, ranks: int) -> tuple[int, int]:
     """Heads and the heads that they share, in the ratio they had."""
+    most = max(MOST_HEADS, ranks)
     if not shared or shared == heads:
-        return min(heads, 4), min(heads, 4)
+        return min(heads, most), min(heads, most)
     if heads % shared:
-        return min(heads, 4), 1
-    few = min(shared, 2)
+        return min(heads, most), 1
+    few = min(shared, max(MOST_KEY_HEADS, ranks))
     return few * min(heads // shared, MOST_QUERIES_PER_KEY), few
 
 
-def _sizes(config: PreTrainedConfig, outer: Sizes | None) -> Sizes:
+def _sizes(config: PreTrainedConfig, outer: Sizes | None, ranks: int) -> Sizes:
     hidden = _get(config, "hidden_size")
     if hidden is None and outer is not None:
         return outer
     if hidden is None:
-        return _sizes_of_parts(config)
+        return _sizes_of_parts(config, ranks)
     heads = _get(config, "num_attention_heads")
     tokens = outer.tokens if outer else {}
     text = config.get_text_config(decoder=True)
@@ -216,9 +224,9 @@ def _sizes(config: PreTrainedConfig, outer: Sizes | None) -> Sizes:
         small = min(hidden, HIDDEN)
         scale = Fraction(HEAD_DIM, max(_get(config, "head_dim") or HEAD_DIM, HEAD_DIM))
         sizes = (1, 1), hidden, small, scale, Fraction(small, hidden)
-        return Sizes(*sizes, vocabulary, tokens, outer)
+        return Sizes(*sizes, vocabulary, tokens, outer, ranks)
     shared = _shared_heads(config) or heads
-    few, _ = _few_heads(heads, shared)
+    few, _ = _few_heads(heads, shared, ranks)
     head_dim = _get(config, "head_dim") or hidden // heads
     small_dim = min(head_dim, head_dim_that_fits(config, HEAD_DIM))
     if heads * head_dim == hidden:
@@ -230,7 +238,7 @@ def _sizes(config: PreTrainedConfig, outer: Sizes | None) -> Sizes:
         small += step * (small == few * small_dim)
     scale = Fraction(small_dim, head_dim)
     sizes = (heads, shared), hidden, small, scale, Fraction(small, hidden)
-    return Sizes(*sizes, vocabulary, tokens, outer)
+    return Sizes(*sizes, vocabulary, tokens, outer, ranks)
 
 
 def _shared_heads(config: PreTrainedConfig) -> int | None:
@@ -240,13 +248,13 @@ def _shared_heads(config: PreTrainedConfig) -> int | None:
     return next((number for number in found if number), None)
 
 
-def _sizes_of_parts(config: PreTrainedConfig) -> Sizes:
+def _sizes_of_parts(config: PreTrainedConfig, ranks: int) -> Sizes:
     """Of a config whose numbers are in others: text's, or the first that has any."""
     text = config.get_text_config(decoder=True)
     parts = [text, *(getattr(config, name, None) for name in config.sub_configs)]
     for part in parts:
         if isinstance(part, PreTrainedConfig) and _get(part, "hidden_size"):
-            return _sizes(part, None)
+            return _sizes(part, None, ranks)
     raise ValueError(f"{config.model_type}: its config has no hidden size to make smaller")
 
 
@@ -265,7 +273,7 @@ def _smaller(name: str, value: Any, sizes: Sizes) -> Any:
     if not isinstance(value, int) or value < 0:
         return value
     if name == HEADS_OF_LAYER:
-        return _few_heads(value, sizes.heads[1])[0]
+        return _few_heads(value, sizes.heads[1], sizes.ranks)[0]
     if TOKEN_ID.fullmatch(name):
         return sizes.token(value)
     if VOCABULARIES.fullmatch(name) and not NO_VOCABULARY.fullmatch(name):
@@ -283,8 +291,9 @@ def _own_of_layer(own: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     small = {name: _smaller(name, value, sizes) for name, value in own.items()}
     heads = own.get("num_attention_heads", sizes.heads[0])
     shared = own.get("num_key_value_heads", sizes.heads[1])
-    few, few_shared = _few_heads(heads, shared)
-    if heads < sizes.heads[0] and few == _few_heads(*sizes.heads)[0]:  # fewer they stay
+    few, few_shared = _few_heads(heads, shared, sizes.ranks)
+    usual, _ = _few_heads(*sizes.heads, sizes.ranks)
+    if heads < sizes.heads[0] and few == usual:  # fewer they stay
         few, few_shared = max(1, few // 2), max(1, few_shared // 2)
     counts = {"num_attention_heads": few, "num_key_value_heads": few_shared}
     return small | {name: value for name, value in counts.items() if name in own}
@@ -302,13 +311,13 @@ def _keep_relations(
 
     if _get(config, "hidden_size"):
         put("hidden_size", sizes.small_hidden)
-    queries, few_shared = _few_heads(*sizes.heads)
+    queries, few_shared = _few_heads(*sizes.heads, sizes.ranks)
     put("num_attention_heads", queries)
     for name in SHARED:
         put(name, few_shared if _get(config, name) == sizes.heads[1] else queries)
     for heads, shared in HEADS:
         if many := _get(config, heads):
-            few, few_shared = _few_heads(many, shared and _get(config, shared))
+            few, few_shared = _few_heads(many, shared and _get(config, shared), sizes.ranks)
             alike = few == queries and many != sizes.heads[0]
             put(heads, few + 1 if alike and heads in UNLIKE_QUERIES else few)
             if shared and _get(config, shared):

@@ -7,17 +7,20 @@ import sys
 
 import pytest
 
+from ds4d.config.types import ParallelConfig
 from ds4d.launch.call import call_on_ranks
 from tests.dist import called
 from tests.dist.test_launch import ROOT, finish, left_over, start, wait_for
 
+TWO = ParallelConfig(tp=2)
 ODD = "two\nlines, \"quotes\", 'single', ümlaut, \udc80, --tp, $HOME, \x1b"
 WAIT = """
 import sys
 from pathlib import Path
+from ds4d.config.types import ParallelConfig
 from ds4d.launch.call import call_on_ranks
 from tests.dist import called
-call_on_ranks(called.wait, Path(sys.argv[1]), tp=2, device="cpu")
+call_on_ranks(called.wait, Path(sys.argv[1]), parallel=ParallelConfig(tp=2), device="cpu")
 """
 
 
@@ -29,7 +32,9 @@ def place(monkeypatch, tmp_path):
 
 
 def test_the_result_of_rank_0_and_nothing_on_stdout(capfd, tmp_path):
-    found = call_on_ranks(called.echo, ODD, tmp_path, tp=2, device="cpu", more=[None, 1.5])
+    found = call_on_ranks(
+        called.echo, ODD, tmp_path, parallel=TWO, device="cpu", more=[None, 1.5]
+    )
     assert found == (0, 2, (ODD, tmp_path), {"more": [None, 1.5]})
     out, err = capfd.readouterr()
     assert (out, err) == ("", "")
@@ -42,7 +47,7 @@ def test_the_result_of_rank_0_and_nothing_on_stdout(capfd, tmp_path):
 )
 def test_a_failure_is_said_once_and_the_logs_stay(capfd, tmp_path, function, code, said):
     with pytest.raises(SystemExit) as ended:
-        call_on_ranks(function, tp=2, device="cpu")
+        call_on_ranks(function, parallel=TWO, device="cpu")
     out, err = capfd.readouterr()
     assert (ended.value.code, out) == (code, "")
     assert err.count(said) == 1 and err.count("Traceback") == (code == 1)

@@ -62,7 +62,7 @@ def test_no_model_there(capsys, tmp_path, jobs, argv, count):
 @pytest.mark.parametrize(
     "visible, options, message",
     [
-        ("0123", ["--tp=8"], "8 ranks, but 4 GPUs are visible here: lower --tp"),
+        ("0123", ["--tp=8"], "8 ranks, but 4 GPUs are visible here: start fewer"),
         ("", ["--tp=2", "--device=cuda"], "no GPU is visible"),
         ("01", ["--tp=2", "--device=cuda:1"], "--device cuda:1: "),
     ],

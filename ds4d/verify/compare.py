@@ -1,0 +1,216 @@
+"""Two results of the same steps -> rows with verdicts. Pure.
+
+In fp32 tolerances are those of design.md 2. In half precision nothing is exact: there a layout may
+be no further from one plain process in fp32 than one plain process in half precision is, with a
+margin for chance (``MARGIN``, and ``FLOOR``: what rounding one number takes).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ds4d.verify.plain import Result
+from ds4d.verify.ranks import LayoutResult
+
+EXACT = 1e-5  # relative, of losses, norms, gradients (L2) and weights (L2)
+# A gradient that is nearly nothing is rounding: its error is measured against at least this part
+# of the whole gradient's norm.
+LEAST_PART = 0.02
+# Weights must be off by less than this part of what they have moved, however little that is.
+PART_OF_MOVE = 0.02
+ROUNDING = 3e-7  # of weights in fp32, in a few steps
+SIGNS = ("lion",)  # optimizers that make a whole step of the sign of a rounding error
+PART_OF_SIGNS = 0.05
+MARGIN = {"all": 1.1, "one": 2.0}  # of the mean over many tensors; of a single number or tensor
+FLOOR = {"bf16": 2.0**-9, "fp16": 2.0**-12}
+
+Limit = Callable[[str, int], float]  # (what, step) -> tolerance
+
+
+@dataclass(frozen=True)
+class Row:
+    """Attributes:
+    what: is compared.
+    where: name of the tensor, the worst of all; "" where it is one number.
+    expected, found: in the plain process and in the layout; None for tensors.
+    error, tolerance: relative; in half precision ``tolerance`` is what plain half precision has.
+    """
+
+    what: str
+    error: float
+    tolerance: float
+    where: str = ""
+    expected: float | None = None
+    found: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.tolerance  # not, where there is NaN
+
+
+class Off(NamedTuple):
+    """A tensor that is not within: ``what`` is "gradient", "weight" or "update"."""
+
+    what: str
+    name: str
+    error: float
+
+
+def compare(
+    layout: LayoutResult,
+    exact: Result,
+    half: Result | None = None,
+    *,
+    precision: str = "fp32",
+    optimizer: str = "adamw",
+) -> list[Row]:
+    """Args:
+    exact: the plain process in fp32.
+    half: the plain process in half precision, where the layout is.
+    precision: of the layout.
+    """
+    found = layout.whole
+    rows = [*_same_names(found, exact)]
+    tensors = tensor_rows(layout, exact, half, precision=precision, optimizer=optimizer)
+    if half is None:
+        rows += _numbers(found, exact, lambda _what, _step: EXACT)
+    else:
+        rows += _numbers(found, exact, _half_limits(half, exact, FLOOR[precision]))
+    for what, of_each in tensors.items():
+        if half is not None:
+            errors = _ERRORS[what](half, exact).values()
+            rows.append(_together(what, of_each, root_mean_square(errors), FLOOR[precision]))
+        rows.append(max(of_each, key=lambda row: (math.isnan(row.error), _part(row))))
+    rows += [
+        Row(f"tokens, step {step}", abs(a - b), 0.0, "", b, a)
+        for step, (a, b) in enumerate(zip(found.tokens, exact.tokens, strict=True), start=1)
+    ]
+    off, name = layout.disagreement
+    rows.append(Row("copies on several ranks", off, 0.0, name))
+    rows.append(Row("what ranks say of the steps", float(not layout.steps_agree), 0.0))
+    rows.append(Row("steps left out", layout.skipped, 0.0))
+    return rows
+
+
+def _same_names(found: Result, exact: Result) -> Iterator[Row]:
+    """Only where they are not."""
+    odd = sorted(found.after.keys() ^ exact.after.keys())
+    if odd:
+        yield Row("tensors that only one has", len(odd), 0.0, odd[0])
+
+
+def _numbers(found: Result, exact: Result, limit: Limit) -> Iterator[Row]:
+    for what, of_layout, of_plain in (
+        ("loss", found.losses, exact.losses),
+        ("grad norm", found.grad_norms, exact.grad_norms),
+    ):
+        for step, (a, b) in enumerate(zip(of_layout, of_plain, strict=True)):
+            name = f"{what}, step {step + 1}"
+            yield Row(name, relative(a, b), limit(what, step), "", b, a)
+
+
+def relative(found: float, expected: float) -> float:
+    return abs(found - expected) / max(abs(expected), 1e-30)
+
+
+def _half_limits(half: Result, exact: Result, floor: float) -> Limit:
+    """The largest over the steps: a single one may be good by chance."""
+    pairs = {"loss": (half.losses, exact.losses), "grad norm": (half.grad_norms, exact.grad_norms)}
+    worst = {what: max(map(relative, *pair)) for what, pair in pairs.items()}
+    return lambda what, _step: MARGIN["one"] * worst[what] + floor
+
+
+def distance(found: Tensor | None, expected: Tensor) -> float:
+    """L2; infinite where shapes differ."""
+    if found is None or found.shape != expected.shape:
+        return math.inf
+    return float((found.double() - expected.double()).norm())
+
+
+def gradient_errors(found: Result, exact: Result) -> dict[str, float]:
+    """Relative L2 of each, in the order of the model."""
+    least = LEAST_PART * exact.grad_norms[0]
+    return {
+        name: distance(found.gradients.get(name), gradient) / (float(gradient.norm()) + least)
+        for name, gradient in exact.gradients.items()
+    }
+
+
+def move_errors(found: Result, exact: Result) -> dict[str, float]:
+    """Of what each weight has moved in all steps, relative L2."""
+    errors = {}
+    for name, after in exact.after.items():
+        moved = float((after - exact.before[name]).norm())
+        errors[name] = distance(found.after.get(name), after) / max(moved, 1e-30)
+    return errors
+
+
+_ERRORS = {"gradient": gradient_errors, "update": move_errors}
+
+
+def tensor_rows(
+    layout: LayoutResult,
+    exact: Result,
+    half: Result | None = None,
+    *,
+    precision: str = "fp32",
+    optimizer: str = "adamw",
+) -> dict[str, list[Row]]:
+    """Of every gradient and of every weight, in the order of the model; in half precision of what
+    each weight has moved. Args: see ``compare``."""
+    found = layout.whole
+    if half is None:
+        errors = gradient_errors(found, exact)
+        gradients = [Row("gradient", error, EXACT, name) for name, error in errors.items()]
+        return {"gradient": gradients, "weight": _weight_rows(found, exact, optimizer)}
+    rows = {}
+    for what, errors in _ERRORS.items():
+        plain = errors(half, exact)
+        least = root_mean_square(plain.values())
+        rows[what] = [
+            Row(what, error, MARGIN["one"] * max(plain[name], least) + FLOOR[precision], name)
+            for name, error in errors(found, exact).items()
+        ]
+    return rows
+
+
+def _weight_rows(found: Result, exact: Result, optimizer: str) -> list[Row]:
+    rows = []
+    for name, after in exact.after.items():
+        size = max(float(after.norm()), 1e-30)
+        moved = float((after - exact.before[name]).norm()) / size
+        allowed = min(EXACT, max(ROUNDING, PART_OF_MOVE * moved))
+        if optimizer.lower() in SIGNS:
+            allowed = max(ROUNDING, PART_OF_SIGNS * moved)
+        rows.append(Row("weight", distance(found.after.get(name), after) / size, allowed, name))
+    return rows
+
+
+def _together(what: str, rows: list[Row], plain: float, floor: float) -> Row:
+    error = root_mean_square(row.error for row in rows)
+    return Row(f"{what}s, all", error, MARGIN["all"] * plain + floor / 4)
+
+
+def _part(row: Row) -> float:
+    """Of what it may be off."""
+    return row.error / row.tolerance
+
+
+def root_mean_square(values: Iterable[float]) -> float:
+    values = list(values)
+    return math.sqrt(sum(value**2 for value in values) / len(values))
+
+
+def off_tensors(rows: dict[str, list[Row]]) -> tuple[Off, ...]:
+    """Those that are not within: gradients first, each in the order of the model."""
+    return tuple(
+        Off(row.what, row.where, row.error)
+        for of_each in rows.values()
+        for row in of_each
+        if not row.passed
+    )

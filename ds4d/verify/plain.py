@@ -1,0 +1,137 @@
+"""The reference: one process with the Hugging Face model and nothing of ds4d's in its steps.
+
+Every document is given to the model alone, one after the other, so that nothing of packing,
+padding, masks and micro-batches is left; the loss is the mean over the valid targets of the global
+batch.
+
+Letters: n tokens of a document, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import AutoModelForCausalLM
+
+from ds4d.attention.documents import PADDING
+from ds4d.config.types import RunConfig, TrainingConfig
+from ds4d.data.batch import IGNORE
+from ds4d.data.order import SampleOrder
+from ds4d.optim import build_optimizer
+
+# Eager falcon adds alibi twice, once of its own and once with the mask.
+ATTENTION = {"falcon": "sdpa"}
+
+Document = tuple[Tensor, Tensor, Tensor]  # ids, targets, positions: int64 [1, n]
+
+
+@dataclass
+class Result:
+    """Of some steps. Tensors by Hugging Face's names, in the order of the model.
+
+    Attributes:
+        losses, grad_norms, tokens: of each step.
+        gradients: of the first step, before clipping.
+        before, after: the weights.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    before: dict[str, Tensor] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train_plainly(run: RunConfig, *, dtype: torch.dtype = torch.float32) -> Result:
+    """``training.steps`` steps on ``data.train``, a file of samples.
+
+    Args:
+        run: a small one (``small.py``); its layout is not looked at.
+        dtype: that the model computes in, and of its gradients; weights are updated in fp32.
+    """
+    model = _load(Path(run.model.path), dtype)
+    parameters = dict(model.named_parameters())
+    masters = {name: nn.Parameter(value) for name, value in _copies(parameters).items()}
+    optimizer = build_optimizer(
+        masters.items(), run.deepspeed["optimizer"], decay_all=run.training.decay_all
+    )
+    found = Result(before=_copies(masters))
+    for step in read_steps(run):
+        targets = [targets for _, targets, _ in step]
+        tokens = sum(int((t != IGNORE).sum()) for t in targets)
+        loss = 0.0
+        for document in step:
+            part = _loss_sum(model, document, run.training) / tokens
+            part.backward()
+            loss += float(part.detach())
+        gradients = _copies({name: p.grad for name, p in parameters.items()})
+        norm = get_total_norm(gradients.values())
+        found.gradients = found.gradients or _copies(gradients)
+        for name, gradient in gradients.items():
+            masters[name].grad = gradient
+        if limit := run.deepspeed.get("gradient_clipping"):
+            clip_grads_with_norm_(masters.values(), limit, norm)
+        optimizer.step()
+        model.zero_grad()
+        with torch.no_grad():
+            for name, master in masters.items():
+                parameters[name].copy_(master)
+        found.losses.append(loss)
+        found.grad_norms.append(float(norm))
+        found.tokens.append(tokens)
+    found.after = _copies(masters)
+    return found
+
+
+def _load(folder: Path, dtype: torch.dtype) -> nn.Module:
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    return AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation=ATTENTION.get(kind, "eager"), dtype=dtype
+    ).train()
+
+
+def _copies(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """In fp32."""
+    return {n: t.detach().float().clone() for n, t in tensors.items() if t is not None}
+
+
+def read_steps(run: RunConfig) -> Iterator[list[Document]]:
+    """The documents of each step's global batch."""
+    lines = [json.loads(line) for line in Path(run.data.train.path).read_text().splitlines()]
+    order = SampleOrder(len(lines), run.training.seed, run.data.shuffle)
+    size = run.batch.train
+    for start in range(0, run.training.steps * size, size):
+        samples = (lines[order[k]] for k in range(start, start + size))
+        yield [document for sample in samples for document in _documents(sample)]
+
+
+def _documents(sample: dict[str, list[int]]) -> Iterator[Document]:
+    rows = zip(*(sample[k] for k in ("document_ids", "input_ids", "labels", "position_ids")))
+    for document, tokens in groupby(rows, key=lambda row: row[0]):
+        if document != PADDING:
+            _, ids, labels, positions = zip(*tokens)
+            targets = [*labels[1:], IGNORE]
+            yield tuple(torch.tensor([row]) for row in (ids, targets, positions))
+
+
+def _loss_sum(model: nn.Module, document: Document, training: TrainingConfig) -> Tensor:
+    """Over the document's valid targets."""
+    ids, targets, positions = document
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    more = {"position_ids": positions} if takes_positions else {}
+    logits = model(input_ids=ids, use_cache=False, **more).logits.float()  # [1, n, V]
+    kept = targets != IGNORE
+    loss = F.cross_entropy(
+        logits[kept], targets[kept], reduction="sum", label_smoothing=training.label_smoothing
+    )
+    return loss + training.z_loss * logits[kept].logsumexp(-1).square().sum()
