@@ -80,6 +80,11 @@ class _ZeroEngine(DeepSpeedEngine):
             accelerator.is_fp16_supported = lambda: True
         super()._do_sanity_check()
 
+    def allreduce_no_retain(self, bucket, dp_group, *args, **kwargs):
+        # Of one rank there is nothing to sum; DeepSpeed copies all gradients there and back.
+        if dist.get_world_size(dp_group) > 1:
+            super().allreduce_no_retain(bucket, dp_group, *args, **kwargs)
+
     def _take_model_step(self, lr_kwargs):
         # fp32 without ZeRO has no wrapper: no norm is kept and a non-finite step is taken.
         if self.optimizer is not self.basic_optimizer:

@@ -32,8 +32,21 @@ class Deferred:
         """Accumulate the gradients, once; what was kept is let go as it is used."""
         self.products.reverse()
         while self.products:
-            edge, grad, x = self.products.pop()
-            torch.autograd.backward(edge, grad.T @ x)
+            _accumulate(*self.products.pop())
+
+
+@torch.no_grad()
+def _accumulate(edge: GradientEdge, grad: Tensor, x: Tensor) -> None:
+    """Add grad^T x to the gradient of a weight, in the product itself where the edge is that of a
+    parameter which nobody watches; else as autograd does, by a sum of its own."""
+    weight = getattr(edge.node, "variable", None)
+    watched = weight is None or weight._backward_hooks or weight._post_accumulate_grad_hooks
+    if watched:
+        torch.autograd.backward(edge, grad.T @ x)
+    elif weight.grad is None:
+        weight.grad = grad.T @ x
+    else:
+        weight.grad.addmm_(grad.T, x)
 
 
 _deferred: Deferred | None = None  # of the backward pass that runs; on GPUs that is another thread

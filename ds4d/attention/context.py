@@ -28,23 +28,18 @@ from ds4d.models.derive import blueprint_of
 
 W = TypeVar("W", Ring, Gathered)
 
-# With so few tokens on a rank all keys are gathered at once: a step of the ring would be shorter
-# than what it takes to begin one. Not in a ring of two: its one step is beside the work with own
-# keys.
-GATHERED_TOKENS = 512
-
 
 @dataclass(frozen=True)
 class ContextParallel:
     """Attributes:
     ring, ulysses: this rank's groups: ring x ulysses = cp.
-    exchange: of keys and values in the ring: "p2p", "all_gather", or "auto".
+    exchange: of keys and values in the ring: "p2p" or "all_gather".
     packs_by_positions: the model takes another sequence to begin where positions jump.
     """
 
     ring: dist.ProcessGroup
     ulysses: dist.ProcessGroup
-    exchange: str = "auto"
+    exchange: str = "p2p"
     packs_by_positions: bool = True
 
 
@@ -96,13 +91,8 @@ class Context:
     def _along_ring(self, call: Call) -> Tensor:
         if self.cut.spans == (((0, self.cut.length),),):
             return attend(call)
-        way = Gathered if self._gathers(call.query.shape[2]) else Ring
+        way = {"p2p": Ring, "all_gather": Gathered}[self.parallel.exchange]
         return run_way(call, partial(self.way, way, group=self.parallel.ring))
-
-    def _gathers(self, num_tokens: int) -> bool:
-        if self.parallel.exchange != "auto":
-            return self.parallel.exchange == "all_gather"
-        return self.parallel.ring.size() > 2 and num_tokens <= GATHERED_TOKENS
 
     def way(self, make: type[W], call: Call, *, group: dist.ProcessGroup) -> W:
         kernel, visible, documents = block_kernel(call), call.visible, call.visible.documents

@@ -60,6 +60,11 @@ def attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if kwargs.get("indices") is not None:
+        raise ValueError(
+            "this model picks the keys that each query sees itself, which ds4d's attention does "
+            'not take; build it with attn_implementation="sdpa"'
+        )
     tp = getattr(module, "ds4d_tp", None)
     num_queries, num_keys = lengths = query.shape[2], key.shape[2]
     context = getattr(attention_mask, "context", None) if context is None else context

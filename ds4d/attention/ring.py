@@ -11,7 +11,8 @@ merged into what was found before, in fp32, by the logarithms of the sums of exp
 (formulas.md 3, "CP").
 
 The backward pass goes the same way: keys arrive once more, and their gradients go back to where
-they came from, which adds them up in fp32. Nothing of another rank is kept in between.
+they came from, in the keys' dtype, and are added up there in fp32. Nothing of another rank is kept in
+between.
 """
 
 from __future__ import annotations

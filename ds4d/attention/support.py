@@ -71,6 +71,10 @@ def _has_own_masks(cls: type[PreTrainedModel], source: str) -> bool:
     return "masking_utils" not in source
 
 
+def _picks_keys(cls: type[PreTrainedModel], source: str) -> bool:
+    return _PICKED_KEYS.search(source) is not None
+
+
 def _has_state(cls: type[PreTrainedModel], source: str) -> bool:
     return cls._is_stateful or "create_recurrent_attention_mask" in source
 
@@ -79,10 +83,14 @@ def _has_fixed_positions(cls: type[PreTrainedModel], source: str) -> bool:
     return "position_ids" not in inspect.signature(cls.forward).parameters
 
 
+# A mask for transformers' own implementations, and a list of keys for all others.
+_PICKED_KEYS = re.compile(r"_attn_implementation in \(\"eager\", \"sdpa\"\)")
+
 # (even without documents, what is looked for in the class and its module, the sentence about it)
 _REASONS = (
     (True, _has_own_attention, "has its own attention code instead of transformers' interface"),
     (True, _has_own_masks, "builds its attention masks itself"),
+    (True, _picks_keys, "picks the keys that each query sees itself"),
     (
         False,
         _has_state,

@@ -23,6 +23,7 @@ from ds4d.attention.context import Context, ContextParallel, install
 from ds4d.attention.documents import Documents
 from ds4d.attention.kernels import Call, attend, run_way
 from ds4d.attention.ring import Gathered
+from ds4d.config.layout import cut_multiple
 from ds4d.context_parallel import Cutter
 from ds4d.data.batch import MicroBatch
 from ds4d.loss import model_inputs
@@ -30,6 +31,7 @@ from ds4d.model.shrink import shrunken
 from ds4d.tensor_parallel.state import NoGroup
 
 LENGTH, RANKS = 64, 2
+MULTIPLE = cut_multiple(RANKS, ulysses=1, parts=1)
 DOCUMENT = 20  # tokens of the first of two in a row
 CLOSE = 1e-4  # of the largest logit; a model that is not the same is off by far more
 
@@ -42,7 +44,8 @@ def why_not_shared(config: PreTrainedConfig) -> str | None:
     name = f"model_type {config.model_type}"
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            error = _largest_error(_small_model(config), _batch(config))
+            model = _small_model(config)
+            error = _largest_error(model, _batch(config, model.config))
     except Exception as error:  # whatever a family's own code makes of it
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         return f"{name} does not run on a part of a sequence ({reason})"
@@ -71,10 +74,20 @@ def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _batch(config: PreTrainedConfig) -> MicroBatch:
-    """A row that is one document, and one of two, where the model can keep them apart."""
-    ids = torch.randint(3, 100, (2, LENGTH))
-    positions, document_ids = torch.arange(LENGTH).repeat(2, 1), torch.zeros_like(ids)
+def _batch(config: PreTrainedConfig, small: PreTrainedConfig) -> MicroBatch:
+    """A row that is one document, and one of two, where the model can keep them apart.
+
+    Args:
+        small: of the small model, which may have a shorter vocabulary or table of positions.
+    """
+    text = small.get_text_config(decoder=True)
+    vocabulary = min(100, getattr(text, "vocab_size", None) or 100)
+    length = LENGTH
+    if not getattr(text, "rope_parameters", None):  # a table, if anything
+        length = min(LENGTH, getattr(text, "max_position_embeddings", None) or LENGTH)
+        length = max(MULTIPLE, length - length % MULTIPLE)
+    ids = torch.randint(min(3, vocabulary - 1), vocabulary, (2, length))
+    positions, document_ids = torch.arange(length).repeat(2, 1), torch.zeros_like(ids)
     if attention.supports(config, documents=True) is None:
         positions[1, DOCUMENT:] -= DOCUMENT
         document_ids[1, DOCUMENT:] = 1
@@ -85,7 +98,8 @@ def _largest_error(model: PreTrainedModel, batch: MicroBatch) -> float:
     """Of a part's logits, relative to the largest; NaN where there are any."""
     whole = model(**model_inputs(model, batch)).logits
     parts = [Cutter(rank, RANKS)(batch) for rank in range(RANKS)]
-    whole_cut = replace(parts[0].cut, spans=(((0, LENGTH),),), places=torch.arange(LENGTH))
+    length = batch.input_ids.shape[1]
+    whole_cut = replace(parts[0].cut, spans=(((0, length),),), places=torch.arange(length))
     seen = _Recording(whole_cut, model.ds4d_cp)
     model(**model_inputs(model, batch) | {"context": seen})
     errors = []

@@ -38,7 +38,9 @@ def hybrid_is_both(draft: Draft) -> Problems:
         )
     elif asked is not None and asked not in sizes:
         known = " or ".join(map(str, sizes))
-        yield Problem(ULYSSES, f"{asked} does not go into {CP} {cp}: it can be {known}")
+        alone = {1: "ring", cp: "ulysses"}.get(asked)
+        why = f'of {CP} {cp} is {METHOD} "{alone}"' if alone else f"does not go into {CP} {cp}"
+        yield Problem(ULYSSES, f"{asked} {why}: it can be {known}")
 
 
 @rule("ds4d.model", "ds4d.parallel", METHOD, ULYSSES)
@@ -48,7 +50,7 @@ def heads_can_be_exchanged(draft: Draft) -> Problems:
     if cp == 1 or method == "ring" or not isinstance(heads, int) or heads % tp:
         return  # no heads are exchanged; or why tp is refused is said elsewhere
     size = draft.ulysses_size
-    if size is not None and cp % size:
+    if size is not None and (cp % size or (method == "hybrid" and size == cp)):
         return  # said by hybrid_is_both
     if size is None and any(cp % n == 0 for n in range(2, cp)):
         yield Problem(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ds4d.pipeline.partition import Split
 
 AUTO = "auto"
+GATHERED_TOKENS = 512
 
 
 class Draft:
@@ -110,6 +111,18 @@ class Draft:
         heads = heads // self.degree("tp") if isinstance(heads, int) else cp
         sizes = [n for n in range(2, cp) if cp % n == 0 and heads % n == 0]
         return max(sizes, default=None)
+
+    @property
+    def exchange(self) -> str:
+        """``context.exchange``; "auto": all keys at once where a place in the ring has few tokens,
+        for then a step of the ring is shorter than what it takes to begin one. Not in a ring of
+        two: its one step is beside the work with own keys."""
+        asked = self.get("ds4d.context.exchange")
+        ring = self.degree("cp") // (self.ulysses_size or 1)
+        if asked != AUTO:
+            return asked
+        few = self.given("ds4d.data.seq_len") <= GATHERED_TOKENS * ring
+        return "all_gather" if ring > 2 and few else "p2p"
 
     @cached_property
     def placement(self) -> Placement:

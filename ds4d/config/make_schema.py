@@ -19,7 +19,11 @@ from ds4d.config.types import SECTIONS
 PATH = Path(__file__).with_name("schema.json")
 
 # Defaults of the file that load resolves to something else: path -> the default.
-AUTO_DEFAULTS = {("parallel", "dp"): "auto", ("parallel", "sequence_parallel"): "auto"}
+AUTO_DEFAULTS = {
+    ("parallel", "dp"): "auto",
+    ("parallel", "sequence_parallel"): "auto",
+    ("context", "exchange"): "auto",
+}
 
 RECOMPUTE = {
     "enum": ["none", "selective", "full", "auto"],

@@ -30,7 +30,7 @@ class ModelFacts:
 
     def get(self, name: str) -> Any:
         """A field of the (text) config, by transformers' common name; None where absent."""
-        return None if self.config is None else getattr(_text_config(self.config), name, None)
+        return None if self.config is None else field(_text_config(self.config), name)
 
     @property
     def max_positions(self) -> int | None:
@@ -141,6 +141,14 @@ def _not_causal(model_type: str) -> list[Problem]:
     hint = f"; did you mean {near}?" if near else ""
     message = f"{model_type} is not a causal language model of transformers{hint}"
     return [Problem(PATH_KEY, message)]
+
+
+def field(config: Any, name: str) -> Any:
+    """Of a transformers config; None where it is absent, or differs from layer to layer."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers' own, for what has no one value
+        return None
 
 
 def _text_config(config: Any) -> Any:

@@ -29,13 +29,16 @@ WITHOUT_EFFECT = {
             "monitor.timeline_step": "pp",
             "context.method": "cp",
             "context.ulysses_size": "cp",
-            "context.exchange": "cp",
             "parallel.tp_overlap": "tp",
         }.items()
     },
     "ds4d.parallel.sequence_parallel": (
         lambda draft: draft.degree("tp") > 1 or not draft.sequence_parallel,
         "ds4d.parallel.tp is 1",
+    ),
+    "ds4d.context.exchange": (
+        lambda draft: draft.degree("cp") > 1 or draft.given("ds4d.context.exchange") == "p2p",
+        "ds4d.parallel.cp is 1",
     ),
     "zero_optimization.overlap_comm": (
         lambda draft: draft.degree("pp") == 1 or not draft.given("zero_optimization.overlap_comm"),

@@ -46,6 +46,7 @@ def _ds4d_block(draft: Draft) -> dict[str, Any]:
     block["parallel"]["dp"] = draft.dp
     block["parallel"]["sequence_parallel"] = draft.sequence_parallel
     block["recompute"] = draft.recompute
+    block["context"]["exchange"] = draft.exchange
     if draft.get("ds4d.context.method") == "hybrid" and draft.degree("cp") > 1:
         block["context"]["ulysses_size"] = draft.ulysses_size
     if draft.degree("pp") > 1:

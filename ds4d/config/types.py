@@ -170,7 +170,7 @@ class ContextConfig:
     """Ranks of the all-to-all inside the ring ("hybrid"): those of one host, or fewer. Absent: all
     that divide ``parallel.cp`` and share the attention heads evenly, but for a ring of two."""
 
-    exchange: Literal["auto", "p2p", "all_gather"] = "auto"
+    exchange: Literal["p2p", "all_gather"] = "p2p"
     """How keys and values travel in the ring. "p2p": each to those who need them, beside the
     computation. "all_gather": all at once. "auto": all at once where a rank has few tokens."""
 

@@ -30,12 +30,14 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ds4d.config.model_facts import field
 from ds4d.config.types import ModelConfig
 
 # Kept by save_pretrained in every config.json; they say nothing about the model's shape.
 BOOKKEEPING = ("model_type", "auto_map", "_name_or_path", "_attn_implementation_autoset")
 # Causal by name only: trained by permutation, or bidirectional.
-LOOKS_AHEAD = ("xlnet", "xlm")
+LOOKS_AHEAD = ("xlnet", "xlm", "cpmant")
+_EXAMPLES = re.compile(r"^ *>>> .*$", re.MULTILINE)  # in docstrings: no code of the model
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -81,21 +83,26 @@ def why_not_trainable(config: PreTrainedConfig) -> str | None:
     """Why no causal language model can be made of this config; None: it can. Builds it on meta,
     which takes no memory."""
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    source = inspect.getsource(sys.modules[cls.__module__])
+    source = _EXAMPLES.sub("", inspect.getsource(sys.modules[cls.__module__]))
     if "config.is_decoder" in source and "config.is_decoder = True" not in source:
         if not getattr(config, "is_decoder", True):
             return f"{config.model_type} sees later tokens unless is_decoder is true; set it"
     if config.model_type in LOOKS_AHEAD:
         return f"{config.model_type} is not causal: it sees later tokens"
-    if getattr(config.get_text_config(), "use_bidirectional_attention", False) is True:
+    try:
+        text = config.get_text_config()
+    except ValueError:  # of several models
+        return f"{config.model_type} has several text models, and no one of them is meant"
+    if field(text, "use_bidirectional_attention") is True:
         return "use_bidirectional_attention: true sees later tokens; set it to false"
     if getattr(config, "output_router_logits", False):
         return "output_router_logits: the router's own loss is not added yet; set it to false"
     for name in ("layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0):
             return f"{name}: ranks would leave out different layers and wait for each other; set 0"
-    heads = getattr(config, "num_attention_heads", None)
-    kv_heads = getattr(config, "num_key_value_heads", None)
+    heads, kv_heads = (
+        field(config, name) for name in ("num_attention_heads", "num_key_value_heads")
+    )
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
         return f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
     try:

@@ -20,8 +20,12 @@ from typing import NamedTuple
 from ds4d.pipeline.actions import Action, Kind, Placement, Schedule
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT
-# where a pass's time decides; a weight half is products alone, the others have attention and norms
+# Where a pass's time decides; a weight half is products alone, the others have attention and norms.
+# Of two ranks the first has the last stage too, and the head with it. There weight halves are taken
+# for shorter: fewer are made early, and one is left for each wait of that rank, the busier one. Of
+# more ranks, those who wait for it lose more.
 TICKS = {F: 4, I: 4, W: 3}
+TICKS_OF_TWO_RANKS = {F: 5, I: 8, W: 3}
 
 
 def make_schedule(name: str, *, ranks: int, chunks: int, micro_batches: int) -> Schedule:
@@ -213,6 +217,7 @@ def _with_late_weights(
     """Add the weight halves to orders without. A rank makes the oldest one when it would wait, or
     when its next forward would be more than it may hold: p * v chunks, which is what 1F1B holds on
     its first rank. When that is, is found by letting every pass take its ``TICKS``."""
+    ticks = TICKS_OF_TWO_RANKS if placement.ranks == 2 else TICKS
     others = [deque(order) for order in orders]
     weights: list[deque[Action]] = [deque() for _ in orders]
     done: list[list[Action]] = [[] for _ in orders]
@@ -238,7 +243,7 @@ def _with_late_weights(
                 continue
             kind, chunk, i = action
             done[rank].append(action)
-            free_at[rank] = now + TICKS[kind]
+            free_at[rank] = now + ticks[kind]
             made_at[kind, placement.stage_of(rank, chunk), i] = free_at[rank]
             if kind is I:
                 weights[rank].append(action._replace(kind=W))

@@ -65,7 +65,6 @@ def _check_waits_are_idle(schedule, timeline) -> None:
             assert taken >= given + SLOW_SECONDS
             followed += 1
     assert followed >= schedule.micro_batches
-    assert timeline.idle_fraction[1] > timeline.idle_fraction[0]
 
 
 @pytest.mark.parametrize("pp, dp", [(2, 1), (4, 1), (2, 2)])

@@ -23,6 +23,7 @@ REFUSED = {
     "falcon": "has its own attention code",  # with alibi and without
     "gpt_neo": "has its own attention code",
     "mamba": "has its own attention code",
+    "deepseek_v32": "picks the keys that each query sees itself",
     "jamba": OTHER,
     "zamba2": OTHER,
     "qwen3_next": OTHER,  # linear attention and convolutions
@@ -39,6 +40,10 @@ def of(model_type: str, **changes):
 @pytest.mark.parametrize("model_type", EXACT)
 def test_exact(model_type):
     assert trial.why_not_shared(of(model_type)) is None
+
+
+def test_fewer_tokens_and_positions_than_are_tried():
+    assert trial.why_not_shared(of("gpt2", n_positions=30, vocab_size=50)) is None
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

@@ -120,3 +120,26 @@ def test_what_check_shows(method, text):
 def test_sizes_without_effect_are_noted():
     run = load(file(1, "ulysses"), world_size=1)
     assert "ds4d.context.method has no effect: ds4d.parallel.cp is 1" in run.notes
+
+
+@pytest.mark.parametrize(
+    "cp, length, method, asked, exchange",
+    [
+        (2, 64, "ring", None, "p2p"),
+        (4, 64, "ring", None, "all_gather"),
+        (4, 2048, "ring", "auto", "all_gather"),
+        (4, 2049, "ring", None, "p2p"),
+        (4, 64, "ring", "p2p", "p2p"),
+        (4, 64, "hybrid", None, "p2p"),
+        (2, 64, "ring", "all_gather", "all_gather"),
+    ],
+)
+def test_how_keys_travel(cp, length, method, asked, exchange):
+    content = file(
+        cp,
+        method,
+        ds4d__data__seq_len=length,
+        ds4d__model__config__max_position_embeddings=4096,
+        **({} if asked is None else {"ds4d__context__exchange": asked}),
+    )
+    assert load(content, world_size=cp).context.exchange == exchange

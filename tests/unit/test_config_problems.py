@@ -394,9 +394,10 @@ def test_positions_are_learned_or_scaled():
 def test_model_folder(tmp_path):
     folder = dict(ds4d__model={"path": str(tmp_path)})
     assert "no config.json" in problems(changed(**folder))["ds4d.model.path"]
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    found = problems(changed(**folder, ds4d__data__seq_len=512))
-    assert "sees later tokens unless is_decoder is true" in found["ds4d.model.path"]
+    for model_type in ("bert", "roberta"):  # an example in roberta's docstring sets it
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        found = problems(changed(**folder, ds4d__data__seq_len=512))
+        assert "sees later tokens unless is_decoder is true" in found["ds4d.model.path"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "is_decoder": True}))
     assert problems(changed(**folder, ds4d__data__seq_len=512)) == {}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
@@ -418,3 +419,21 @@ def test_the_error_travels_between_processes():
         load(changed(tp_size=1))
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (copy.problems, str(copy)) == (caught.value.problems, str(caught.value))
+
+
+@pytest.mark.parametrize(
+    "model_type, key, text",
+    [
+        ("musicgen", "ds4d.model.config", "has several text models"),
+        ("dots3_note_text", "ds4d.parallel.cp", "picks the keys that each query sees itself"),
+    ],
+)
+def test_configs_whose_fields_have_no_one_value(model_type, key, text):
+    found = problems(
+        changed(
+            ds4d__model={"config": {"model_type": model_type}},
+            ds4d__parallel={"cp": 2},
+            ds4d__data__packing="concat",
+        )
+    )
+    assert list(found) == [key] and text in found[key]

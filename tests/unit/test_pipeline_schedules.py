@@ -72,8 +72,8 @@ def test_every_pass_is_there_once_and_in_order(name, p, v, m):
 def test_zbv_goes_down_and_up_and_makes_weight_halves_where_it_would_wait():
     made = make_schedule("zbv", ranks=2, chunks=2, micro_batches=4)
     assert words(made.actions[0]) == (
-        "F0.0 F0.1 F0.2 F1.0 I1.0 W1.0 F1.1 I1.1 W1.1 F0.3 I0.0 W0.0 F1.2 I1.2 W1.2 I0.1 W0.1 "
-        "F1.3 I1.3 I0.2 W1.3 W0.2 I0.3 W0.3"
+        "F0.0 F0.1 F0.2 F1.0 I1.0 W1.0 F1.1 I1.1 W1.1 F0.3 I0.0 W0.0 F1.2 I1.2 W1.2 I0.1 F1.3 "
+        "I1.3 W0.1 I0.2 W1.3 W0.2 I0.3 W0.3"
     )
     assert words(made.actions[1]) == (
         "F0.0 F1.0 F0.1 F1.1 I1.0 W1.0 F0.2 I0.0 W0.0 F1.2 I1.1 W1.1 F0.3 I0.1 W0.1 F1.3 I1.2 "

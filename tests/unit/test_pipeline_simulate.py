@@ -125,6 +125,19 @@ def test_zbv(p, m, costs):
     assert max(done.held_until_input) <= 2 * min(m, p)
 
 
+@pytest.mark.parametrize("costs", [ALIKE, UNLIKE, (1.0, 1.25, 0.75), (55.0, 87.0, 36.0)])
+@pytest.mark.parametrize("head", [1.0, 1.5, 3.0])
+def test_zbv_of_two_ranks_never_waits_where_the_head_is(costs, head):
+    """A head, with loss and gradients part of the last forward, makes its rank the busier one: then
+    nothing can be faster than that."""
+    forward, input, weight = costs
+    last = (1 + head) * forward
+    for m in MICRO_BATCHES[2:]:
+        schedule = make_schedule("zbv", ranks=2, chunks=2, micro_batches=m)
+        done = simulate(schedule, Costs((*[forward] * 3, last), (input,) * 4, (weight,) * 4))
+        assert done.timeline.busy[0] == pytest.approx(done.timeline.length)
+
+
 @pytest.mark.parametrize("costs", [ALIKE, UNLIKE, (1.0, 1.25, 0.75)])
 @pytest.mark.parametrize("p, more", [*product((2, 3, 4, 8), (0, 1, 9))])
 def test_zbv_idles_least(p, more, costs):
