@@ -66,27 +66,32 @@ def axes_of(run: RunConfig) -> tuple[str, ...]:
     return tuple(axis for axis in WITHOUT if axis in here)
 
 
+def overrides(without: Sequence[str]) -> tuple[str, ...]:
+    """Of a file, so that the axes are gone."""
+    return tuple(dict.fromkeys(word for axis in without for word in WITHOUT[axis]))
+
+
 def bisect(
     axes: Sequence[str], whole: Trial, attempt: Callable[[tuple[str, ...]], Trial]
 ) -> Finding:
     """Args:
     axes: ``axes_of`` the run.
     whole: of the run, which has failed.
-    attempt: tries it with the overrides of a file. Its ``ConfigError`` means: there is no such
-        layout, so it is not to blame.
+    attempt: tries it without some axes. Its ``ConfigError`` means: there is no such layout, so
+        it is not to blame.
     """
     for together in _subsets(axes):
         trial = whole
         if len(together) < len(axes):
             try:
-                trial = attempt(_without(axes, together))
+                trial = attempt(tuple(axis for axis in axes if axis not in together))
             except ConfigError:
                 continue
         if not trial.passed:
             break
     right_without = None
     if together and len(together) < len(axes):
-        right_without = attempt(_without(together, ())).passed
+        right_without = attempt(together).passed
     return Finding(together, trial.off, right_without)
 
 
@@ -97,7 +102,3 @@ def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
             if all(NEEDS.get(axis, axis) in subset for axis in subset):
                 yield subset
     yield tuple(axes)
-
-
-def _without(axes: Sequence[str], kept: Sequence[str]) -> tuple[str, ...]:
-    return tuple(word for axis in axes if axis not in kept for word in WITHOUT[axis])

@@ -91,7 +91,7 @@ def compare(
         for step, (a, b) in enumerate(zip(found.tokens, exact.tokens, strict=True), start=1)
     ]
     off, name = layout.disagreement
-    rows.append(Row("copies on several ranks", off, 0.0, name))
+    rows.append(Row("copies", off, 0.0, name))
     rows.append(Row("what ranks say of the steps", float(not layout.steps_agree), 0.0))
     rows.append(Row("steps left out", layout.skipped, 0.0))
     return rows

@@ -13,7 +13,7 @@ from ds4d.launch.call import call_on_ranks
 from ds4d.launch.failure import FAILURE
 from ds4d.model.build import DTYPES
 from ds4d.model.config import hf_config
-from ds4d.verify.bisect import Trial, axes_of, bisect
+from ds4d.verify.bisect import Trial, axes_of, bisect, overrides
 from ds4d.verify.compare import Row, compare, off_tensors, tensor_rows
 from ds4d.verify.plain import Result, train_plainly
 from ds4d.verify.ranks import CallOnRanks, RanksFailed, train_here, train_in_layout
@@ -64,9 +64,9 @@ def verify(
         finding = None
         if not judged.trial.passed:
 
-            def attempt(overrides: tuple[str, ...]) -> Trial:
-                say(f"not right; with {' '.join(overrides)}")
-                return bench.judge(small.run(*overrides)).trial
+            def attempt(without: tuple[str, ...]) -> Trial:
+                say(f"not right; now without {', '.join(without)}")
+                return bench.judge(small.run(*overrides(without))).trial
 
             finding = bisect(axes_of(trained), judged.trial, attempt)
         config = hf_config(trained.model).get_text_config(decoder=True)

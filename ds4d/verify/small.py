@@ -61,7 +61,8 @@ def make_small(
     parallel, notes = layout.fewer_ranks(run.parallel, max_ranks)
     context, more = layout.smaller_context(run.context, parallel)
     notes += more
-    config, noise = without_noise(hf_config(run.model, vocab_size=SOME_VOCABULARY))
+    vocabulary = run.data.tokenizer.vocab_size or SOME_VOCABULARY
+    config, noise = without_noise(hf_config(run.model, vocab_size=vocabulary))
     if noise:
         notes.append(f"{', '.join(noise)}: 0 here; each layout draws its own")
     split = run.pipeline.split if full else layout.small_split(run, parallel)
@@ -107,6 +108,8 @@ def _file(
     notes: list[str],
 ) -> dict[str, Any]:
     content = {name: value for name, value in resolved(run).items() if name not in LEFT_OUT}
+    if "scheduler" in run.deepspeed:
+        notes.append("the learning rate stays that of the optimizer: there is no scheduler")
     _of_small_numbers(content, notes)
     given = content.pop("ds4d")
     training = {name: given["training"][name] for name in ("seed", "label_smoothing", "z_loss")}
@@ -129,8 +132,6 @@ def _file(
 
 def _of_small_numbers(content: dict[str, Any], notes: list[str]) -> None:
     """What a small model would not show, in place."""
-    if "scheduler" in content:
-        notes.append("the learning rate is that of the optimizer, without schedule")
     params = content["optimizer"].get("params", {})
     if params.get("eps", LEAST_EPS) < LEAST_EPS:
         notes.append(f"optimizer.params.eps: {LEAST_EPS} here, not {params['eps']}")
