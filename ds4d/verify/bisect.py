@@ -27,6 +27,7 @@ WITHOUT = {
     "recompute": ("ds4d.recompute=none",),
     "bf16": ("bf16.enabled=false",),
     "fp16": ("fp16.enabled=false",),
+    "autocast": ("torch_autocast.enabled=false",),
 }
 NEEDS = {"sequence_parallel": "tp", "schedule": "pp"}  # is nothing without
 
@@ -61,6 +62,7 @@ def axes_of(run: RunConfig) -> tuple[str, ...]:
     here |= {run.precision.param_dtype}
     here |= {"sequence_parallel"} if run.parallel.sequence_parallel else set()
     here |= {"schedule"} if run.pipeline.schedule != "1f1b" else set()
+    here |= {"autocast"} if run.deepspeed.get("torch_autocast", {}).get("enabled") else set()
     here |= {"zero"} if run.zero_stage else set()
     here |= {"recompute"} if run.recompute != "none" else set()
     return tuple(axis for axis in WITHOUT if axis in here)

@@ -52,14 +52,17 @@ class Result:
     after: dict[str, Tensor] = field(default_factory=dict)
 
 
-def train_plainly(run: RunConfig, *, dtype: torch.dtype = torch.float32) -> Result:
+def train_plainly(
+    run: RunConfig, *, dtype: torch.dtype = torch.float32, autocast: bool = False
+) -> Result:
     """``training.steps`` steps on ``data.train``, a file of samples.
 
     Args:
         run: a small one (``small.py``); its layout is not looked at.
         dtype: that the model computes in, and of its gradients; weights are updated in fp32.
+        autocast: weights and gradients are in fp32; torch decides what is computed in ``dtype``.
     """
-    model = _load(Path(run.model.path), dtype)
+    model = _load(Path(run.model.path), torch.float32 if autocast else dtype)
     parameters = dict(model.named_parameters())
     masters = {name: nn.Parameter(value) for name, value in _copies(parameters).items()}
     optimizer = build_optimizer(
@@ -71,7 +74,8 @@ def train_plainly(run: RunConfig, *, dtype: torch.dtype = torch.float32) -> Resu
         tokens = sum(int((t != IGNORE).sum()) for t in targets)
         loss = 0.0
         for document in step:
-            part = _loss_sum(model, document, run.training) / tokens
+            with torch.autocast("cpu", dtype, enabled=autocast):
+                part = _loss_sum(model, document, run.training) / tokens
             part.backward()
             loss += float(part.detach())
         gradients = _copies({name: p.grad for name, p in parameters.items()})

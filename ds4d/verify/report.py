@@ -14,6 +14,7 @@ from ds4d.config.layout import AXES
 from ds4d.config.types import RunConfig
 from ds4d.verify.bisect import Finding
 from ds4d.verify.compare import Off, Row
+from ds4d.verify.small import computes_in
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,14 @@ def _head(report: Report) -> list[str]:
     if run.parallel.sequence_parallel:
         parts.append("sequence parallel")
     parts.append(run.precision.param_dtype)
+    if computes_in(run) != run.precision.param_dtype:
+        parts.append(f"autocast to {computes_in(run)}")
     return [
         f"layout   {', '.join(parts)}",
         f"model    {report.model}",
         f"data     {report.samples}, {run.batch.train} a step",
         "against  one process with the Hugging Face model in fp32, each document alone",
-        *_half_precision(run.precision.param_dtype),
+        *_half_precision(computes_in(run)),
     ]
 
 

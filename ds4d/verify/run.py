@@ -18,7 +18,7 @@ from ds4d.verify.compare import Row, compare, off_tensors, tensor_rows
 from ds4d.verify.plain import Result, train_plainly
 from ds4d.verify.ranks import CallOnRanks, RanksFailed, train_here, train_in_layout
 from ds4d.verify.report import Report
-from ds4d.verify.small import Small, make_small
+from ds4d.verify.small import Small, computes_in, make_small
 
 
 def on_local_ranks(run: RunConfig, results: Path) -> None:
@@ -93,8 +93,9 @@ class _Bench:
         run = small.run()
         self._exact = train_plainly(run)
         self._half: Result | None = None
-        if run.precision.param_dtype != "fp32":
-            self._half = train_plainly(run, dtype=DTYPES[run.precision.param_dtype])
+        if (name := computes_in(run)) != "fp32":
+            autocast = run.precision.param_dtype == "fp32"
+            self._half = train_plainly(run, dtype=DTYPES[name], autocast=autocast)
 
     def judge(self, run: RunConfig) -> _Judged:
         """Train it in its layout and compare. Ranks that fail are one row."""
@@ -109,11 +110,11 @@ class _Bench:
         return _Judged(tuple(rows), Trial(all(row.passed for row in rows), off), found.sent)
 
     def _references(self, run: RunConfig) -> tuple[Result, Result | None]:
-        return self._exact, None if run.precision.param_dtype == "fp32" else self._half
+        return self._exact, None if computes_in(run) == "fp32" else self._half
 
 
 def _kind(run: RunConfig) -> dict[str, str]:
     return {
-        "precision": run.precision.param_dtype,
+        "precision": computes_in(run),
         "optimizer": run.deepspeed["optimizer"]["type"],
     }

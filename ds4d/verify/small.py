@@ -26,8 +26,17 @@ LEFT_OUT = (
     "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler",
     "wall_clock_breakdown", "memory_breakdown", "dump_state", "scheduler", ACCUMULATION,
 )  # fmt: skip
+AUTOCAST = {"bfloat16": "bf16", "float16": "fp16"}
 LEAST_EPS = 1e-5  # of Adam and its kin: else they would make steps of gradients that are rounding
 LOSS_SCALE_POWER = 8  # from where fp16 need not come down first
+
+
+def computes_in(run: RunConfig) -> str:
+    """The dtype of matrix products."""
+    autocast = run.deepspeed.get("torch_autocast", {})
+    if run.precision.param_dtype == "fp32" and autocast.get("enabled"):
+        return AUTOCAST[autocast.get("dtype") or "bfloat16"]
+    return run.precision.param_dtype
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ import json
 import pytest
 
 from ds4d.verify.run import verify
+from tests import harness
 from tests.dist.test_generate import run_ds4d
 from tests.dist.test_launch import ROOT
-from tests.verify_runs import on_workers, run_of
+from tests.verify_runs import MODEL, on_workers, run_of
 
 QUICKSTART = ROOT / "ds_configs" / "quickstart.json"
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
@@ -34,16 +35,33 @@ def test_layouts_are_within(name):
     assert report.passed, [row for row in report.rows if not row.passed]
 
 
+TIED = MODEL | {"tie_word_embeddings": True, "attention_bias": True}  # keys learn little of theirs
+EXPERTS = MODEL | {
+    "model_type": "qwen3_moe", "moe_intermediate_size": 128, "num_experts": 16,
+    "num_experts_per_tok": 4,
+}  # fmt: skip
 HALF = {
     "bf16 tp": dict(tp=2, keys={"bf16": {"enabled": True}}),
     "bf16 pp": dict(pp=2, keys={"bf16": {"enabled": True}}),
     "bf16 z3": dict(dp=2, stage=3, keys={"bf16": {"enabled": True}}),
     "fp16 tp": dict(tp=2, keys={"fp16": {"enabled": True}}),
+    "fp16 tp pp, tied, biases": dict(model=TIED, tp=2, pp=2, keys={"fp16": {"enabled": True}}),
+    "bf16 tp, experts": dict(model=EXPERTS, tp=2, keys={"bf16": {"enabled": True}}),
+    "autocast": dict(dp=2, keys={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
 }
 
 
+@pytest.fixture
+def own_workers():
+    """DeepSpeed keeps autocast on in a process that has had it."""
+    yield
+    harness.close()
+
+
 @pytest.mark.parametrize("name", HALF)
-def test_half_precision_is_no_further_off_than_plain_half_precision(name):
+def test_half_precision_is_no_further_off_than_plain_half_precision(name, request):
+    if name == "autocast":
+        request.getfixturevalue("own_workers")
     report = verify(run_of(**HALF[name]), call=on_workers)
     assert report.passed, [row for row in report.rows if not row.passed]
 
