@@ -207,9 +207,13 @@ def _enable_recompute(model: PreTrainedModel, recompute: str) -> None:
         )
     kwargs = {"use_reentrant": False}
     if recompute == "selective":
-        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+        kept = KEPT
+        if any(name.endswith("_proj_bias") for name, _ in model.named_parameters()):
+            kept -= {aten._grouped_mm.default}  # experts add their biases to it in place
+        policy = partial(_keep, kept)
+        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
 
 
-def _keep_products(_context, op, *_args, **_kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+def _keep(kept: frozenset, _context, op, *_args, **_kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
