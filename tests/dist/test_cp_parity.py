@@ -108,7 +108,7 @@ def test_all_axes_together():
 def test_with_recomputation(recompute):
     cases = [
         (name, by(way, recompute=recompute, stage=stage))
-        for name in ("llama", "gpt2", "gemma2", "llama4_text")
+        for name in ("llama", "gpt2", "gemma2", "gpt_oss", "llama4_text")
         for way in ON_TWO
         for stage in ((1, 3) if name == "llama" else (1,))
     ]

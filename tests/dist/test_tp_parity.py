@@ -83,7 +83,7 @@ def test_zero_3_where_parameters_are_used_in_unusual_ways():
 def test_with_recomputation(recompute):
     cases = [
         (name, dict(tp=2, sequence_parallel=cut, stage=stage, optimizer=SGD, recompute=recompute))
-        for name in ("llama", "gpt2", "gemma2", "mixtral", "llama with biases")
+        for name in ("llama", "gpt2", "gemma2", "mixtral", "gpt_oss", "llama with biases")
         for cut in (False, True)
         for stage in (1, 3)
     ]
