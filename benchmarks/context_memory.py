@@ -18,7 +18,6 @@ import json
 import multiprocessing
 import os
 import resource
-import sys
 import tempfile
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -27,6 +26,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.turns import become_rank
 
 MIB = 2**20
 CONFIG = {
@@ -66,20 +67,10 @@ def growth_mib(name: str, tokens: int, limit_mib: int | None) -> float | None:
 
 def _rank(rank: int, store: str, name: str, tokens: int, limit_mib: int | None, answers) -> None:
     ranks, context = CONTESTANTS[name]
-    sys.stdout = sys.stderr  # libraries greet; the result is the parent's to print
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), DS_ACCELERATOR="cpu",
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="29999",
-    )  # fmt: skip
-    import deepspeed
-
+    become_rank(rank, store, ranks)
     from benchmarks.overhead import ds4d
     from benchmarks.tensor_parallel import batches, plain
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    deepspeed.init_distributed("gloo", verbose=False)
     if context is None:
         step = plain(seq_len=tokens, config=CONFIG, fused=True)
     else:

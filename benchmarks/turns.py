@@ -86,18 +86,23 @@ def measure(
     return turns
 
 
-def _rank(rank, store, build, batches, rounds, steps, same_data, answers) -> None:
+def become_rank(rank: int, store: str, ranks: int = RANKS) -> None:
+    """Make this process one of some gloo ranks that meet in a file."""
     sys.stdout = sys.stderr  # libraries greet; the result is the parent's to print
     torch.set_num_threads(1)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), DS_ACCELERATOR="cpu",
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), DS_ACCELERATOR="cpu",
         MASTER_ADDR="127.0.0.1", MASTER_PORT="29999",
     )  # fmt: skip
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     deepspeed.init_distributed("gloo", verbose=False)
+
+
+def _rank(rank, store, build, batches, rounds, steps, same_data, answers) -> None:
+    become_rank(rank, store)
     contestants = build()
     turns: dict[str, list[Turn]] = {name: [] for name in contestants}
     for number in range(rounds + 1):
