@@ -139,6 +139,7 @@ def _add_check(commands: Any) -> None:
         "find everything that is wrong with a file, or print it with every default filled in, and "
         "which rank holds what",
         "  ds4d check run.json --world-size 8\n"
+        "  ds4d check run.json --hostfile hosts\n"
         "  ds4d check run.json --set ds4d.parallel.tp=2 --json",
     )  # fmt: skip
     _add_file(parser)
@@ -147,18 +148,37 @@ def _add_check(commands: Any) -> None:
 
 def _add_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", type=Path)
-    parser.add_argument(
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
         "--world-size", metavar="N", type=_positive,
         help="ranks in all (default: what the file's own degrees need)",
+    )  # fmt: skip
+    where.add_argument(
+        "--hostfile", metavar="FILE", type=Path,
+        help="as many ranks as these hosts have; says where the layout is dear on them",
     )  # fmt: skip
     add_set(parser)
 
 
-def _check(args: argparse.Namespace) -> None:
+def _load(args: argparse.Namespace) -> Any:
+    """The file of ``_add_file``, for the ranks that were asked for."""
     from ds4d.config.load import load
+
+    hosts = None
+    if args.hostfile is not None:
+        _quiet_libraries()
+        from ds4d.launch.launcher import read_hostfile
+
+        hosts = read_hostfile(args.hostfile)
+    return load(
+        args.config, overrides=args.overrides, world_size=args.world_size, hosts=hosts
+    )
+
+
+def _check(args: argparse.Namespace) -> None:
     from ds4d.config.report import as_dict, as_text
 
-    run = load(args.config, overrides=args.overrides, world_size=args.world_size)
+    run = _load(args)
     print(json.dumps(as_dict(run), indent=2) if args.json else as_text(run))
 
 
@@ -190,11 +210,10 @@ def _timeline(text: str) -> Path:
 
 
 def _plan(args: argparse.Namespace) -> None:
-    from ds4d.config.load import load
     from ds4d.config.report import plain
     from ds4d.planner.pipeline import as_dict, plan_pipeline, render, write_timelines
 
-    plan = plan_pipeline(load(args.config, overrides=args.overrides, world_size=args.world_size))
+    plan = plan_pipeline(_load(args))
     write_timelines(plan, args.timeline)
     print(json.dumps(as_dict(plan), indent=2) if args.json else plain(render(plan)))
 
@@ -224,15 +243,13 @@ def _add_verify(commands: Any) -> None:
 
 def _verify(args: argparse.Namespace) -> int:
     _quiet_libraries()
-    from ds4d.config.load import load
     from ds4d.config.report import plain
     from ds4d.launch.failure import FAILURE
     from ds4d.verify.report import as_dict, render
     from ds4d.verify.run import verify
 
-    run = load(args.config, overrides=args.overrides, world_size=args.world_size)
     report = verify(
-        run,
+        _load(args),
         steps=args.steps,
         max_ranks=args.max_ranks,
         full=args.full,

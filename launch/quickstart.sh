@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained model: sets everything up, trains ds_configs/quickstart.json
-# through the deepspeed launcher on all GPUs (or two processes on CPU), exports it, lets it write.
+# through the deepspeed launcher on all GPUs (or eight processes on CPU: tp 2 x pp 2 x cp 2), exports
+# it, lets it write.
 # Arguments go to `ds4d train`: bash launch/quickstart.sh --set ds4d.training.steps=20
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -16,7 +17,7 @@ gpus=$("$python" -c 'from ds4d.launch.runtime import visible_gpus; print(len(vis
 if [ "$gpus" -gt 0 ]; then
     how=(--set bf16.enabled=true) # the quicker one there; on most CPUs it is far slower
 else
-    how=(--nproc 2)
+    how=(--nproc 8)
 fi
 
 ds4d() { "$python" -m ds4d "$@"; }

@@ -23,11 +23,18 @@ class Draft:
     """Attributes:
     content: the file, its form checked.
     world_size: ranks, where known.
+    hosts: their names with the number of ranks on each, in the order of ranks; where known.
     """
 
-    def __init__(self, content: Mapping[str, Any], world_size: int | None = None) -> None:
+    def __init__(
+        self,
+        content: Mapping[str, Any],
+        world_size: int | None = None,
+        hosts: Mapping[str, int] | None = None,
+    ) -> None:
         self.content = content
         self.world_size = world_size
+        self.hosts = hosts or {}
 
     def given(self, path: str) -> Any:
         """What the file says, None where it says nothing."""

@@ -6,7 +6,9 @@ Rank order is pp, dp, cp, tp with tp innermost, so that the ranks that talk most
 from __future__ import annotations
 
 import math
-from itertools import product
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from ds4d.config.types import ContextConfig, ParallelConfig
@@ -61,6 +63,16 @@ def group_ranks(name: str, parallel: ParallelConfig) -> list[list[int]]:
         places = (Coordinate(**coordinate, **dict(zip(names, m))) for m in members)
         groups.append(sorted(rank_of(place, parallel) for place in places))
     return groups
+
+
+def hosts_of_ranks(ranks: list[int], slots: Mapping[str, int]) -> list[str]:
+    """The hosts that some ranks stand on, each once.
+
+    Args:
+        slots: hosts with the number of ranks on each; the first has rank 0.
+    """
+    ends = list(accumulate(slots.values()))
+    return list(dict.fromkeys(list(slots)[bisect_right(ends, rank)] for rank in sorted(ranks)))
 
 
 def context_ranks(parallel: ParallelConfig, context: ContextConfig) -> dict[str, list[list[int]]]:

@@ -18,8 +18,11 @@ from ds4d.config.types import SECTIONS
 
 PATH = Path(__file__).with_name("schema.json")
 
-# Defaults of the file that load resolves to something else: path -> the default.
+# Keys that also take "auto", which load resolves: path -> the default of the file.
 AUTO_DEFAULTS = {
+    ("parallel", "tp"): 1,
+    ("parallel", "pp"): 1,
+    ("parallel", "cp"): 1,
     ("parallel", "dp"): "auto",
     ("parallel", "sequence_parallel"): "auto",
     ("context", "exchange"): "auto",

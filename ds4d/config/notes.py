@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 
 from ds4d.config.draft import Draft
 from ds4d.config.errors import show
+from ds4d.config.layout import AXES, group_ranks, hosts_of_ranks
+from ds4d.config.types import ParallelConfig
 from ds4d.config.validate import default
 from ds4d.pipeline.schedules import make_schedule
 
@@ -109,6 +112,10 @@ def find_notes(draft: Draft) -> Iterator[str]:
     for key, (has_effect, why) in WITHOUT_EFFECT.items():
         if _is_set(draft, key) and not has_effect(draft):
             yield f"{key} has no effect: {why}"
+    if draft.hosts:
+        parallel = ParallelConfig(**{axis: draft.degree(axis) for axis in AXES})
+        if note := matrices_over_hosts(parallel, draft.hosts):
+            yield note
     yield from _zero_keys(draft)
     yield from _idle_pipeline(draft)
     yield from _timeline_too_late(draft)
@@ -131,6 +138,25 @@ def find_notes(draft: Draft) -> Iterator[str]:
 
 def _is_set(draft: Draft, key: str) -> bool:
     return draft.given(key) not in (None, default(key))
+
+
+def matrices_over_hosts(parallel: ParallelConfig, hosts: Mapping[str, int]) -> str | None:
+    """Where a tp group has ranks on several hosts: what tp sends is needed at once, several times
+    a layer. None: no group has.
+
+    Args:
+        hosts: names with the number of ranks on each, in the order of ranks.
+    """
+    for ranks in group_ranks("tp", parallel):
+        its = hosts_of_ranks(ranks, hosts)
+        if len(its) > 1:
+            fits = math.gcd(parallel.tp, *hosts.values())
+            return (
+                f"ds4d.parallel.tp {parallel.tp}: ranks {ranks[0]} to {ranks[-1]} would share "
+                f"matrices over the network between {' and '.join(its)}, and wait for it several "
+                f"times a layer; with tp {fits} every group is inside a host"
+            )
+    return None
 
 
 def _zero_keys(draft: Draft) -> Iterator[str]:

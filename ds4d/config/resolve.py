@@ -20,7 +20,7 @@ from ds4d.config.validate import params_schema
 def resolve(draft: Draft, path: Path | None) -> RunConfig:
     """The file as the rest of ds4d sees it."""
     content = {**deepspeed_keys(draft), "ds4d": _ds4d_block(draft)}
-    filled = Draft(content, draft.world_size)
+    filled = Draft(content, draft.world_size, draft.hosts)
     notes = list(find_notes(filled))
     if draft.world_size is None and draft.degree("dp") == AUTO:
         notes.append('ds4d.parallel.dp: "auto" is 1 here, because no world size was given')

@@ -108,17 +108,20 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Degrees of the four axes, all resolved: ``pp * dp * cp * tp`` is the world size."""
+    """Degrees of the four axes, all resolved: ``pp * dp * cp * tp`` is the world size. "auto" for
+    tp, pp or cp: the ranks that are left are dealt to these axes (then to dp) as evenly as the
+    model and the batch allow, so that one file runs on any number of devices. What is best on a
+    given cluster it does not know."""
 
     tp: Count = 1
-    """Tensor parallel: ranks that share each layer's matrices."""
+    """Tensor parallel: ranks that share each layer's matrices; "auto": see ``parallel``."""
 
     pp: Count = 1
-    """Pipeline parallel: ranks that hold consecutive layers, and pass micro-batches on. See
-    ``pipeline``."""
+    """Pipeline parallel: ranks that hold consecutive layers, and pass micro-batches on; "auto": see
+    ``parallel``. See ``pipeline``."""
 
     cp: Count = 1
-    """Context parallel: ranks that share one sequence."""
+    """Context parallel: ranks that share one sequence; "auto": see ``parallel``."""
 
     dp: Count = 1
     """Data parallel: ranks that read different samples. "auto": all ranks that are left."""

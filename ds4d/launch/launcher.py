@@ -27,6 +27,7 @@ import psutil
 
 from ds4d.config.errors import ConfigError
 from ds4d.config.load import load
+from ds4d.config.notes import matrices_over_hosts
 from ds4d.launch import rank_log
 from ds4d.launch.failure import FAILURE, INTERRUPTED, WRONG_INPUT
 from ds4d.launch.runtime import signal_on_parent_death, visible_gpus
@@ -96,9 +97,10 @@ def plan_job(
         ConfigError: everything that is wrong with the file.
         LaunchError: what is wrong with ``nproc``, ``hostfile`` or ``output``.
     """
-    gpus = visible_gpus()
+    gpus, hosts = visible_gpus(), {}
     if hostfile is not None:
-        num_ranks = sum(read_hostfile(hostfile).values())
+        hosts = read_hostfile(hostfile)
+        num_ranks = sum(hosts.values())
     else:
         num_ranks = nproc or default_num_ranks(config, overrides, len(gpus))
         check_gpus(
@@ -107,7 +109,9 @@ def plan_job(
             "lower --nproc or the degrees in ds4d.parallel, or set DS_ACCELERATOR=cpu to train on "
             "the CPU",
         )
-    load(config, overrides=overrides, world_size=num_ranks)
+    run = load(config, overrides=overrides, world_size=num_ranks)
+    if hosts and (note := matrices_over_hosts(run.parallel, hosts)):  # the ranks do not know them
+        print(f"ds4d: note: {note}", file=sys.stderr)
     rank_log.make_folder(output)
     args = [str(config), f"--output={output.absolute()}"]
     args += [word for override in overrides for word in ("--set", override)]

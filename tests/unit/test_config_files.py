@@ -32,8 +32,12 @@ def test_file_passes_check(path):
     assert config.zero_optimization_stage == run.zero_stage
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_the_quickstart_has_the_same_batch_on_any_few_ranks(world_size):
+@pytest.mark.parametrize(
+    "world_size, degrees",
+    [(1, (1, 1, 1, 1)), (3, (1, 3, 1, 1)), (8, (2, 2, 2, 1)), (16, (2, 2, 2, 2))],
+)
+def test_the_quickstart_has_the_same_batch_on_any_number_of_ranks(world_size, degrees):
     run = load(next(p for p in FILES if p.stem == "quickstart"), world_size=world_size)
     assert run.batch.train == 8
-    assert run.parallel.dp == world_size
+    p = run.parallel
+    assert (p.tp, p.pp, p.cp, p.dp) == degrees
