@@ -63,7 +63,8 @@ class _Model:
 
 
 def inject(model: PreTrainedModel, tp: TensorParallel) -> None:
-    """Cut ``model``, which is on meta, for this rank, and fuse its head with the loss.
+    """Cut ``model``, which is on meta, for this rank, and fuse its head with the loss. The model
+    has the modules at whose end ranks sum as ``ds4d_blocks``.
 
     Raises:
         ValueError: it cannot be cut into ``tp.size`` parts; says which size does not fit.
@@ -71,6 +72,7 @@ def inject(model: PreTrainedModel, tp: TensorParallel) -> None:
     memo: dict[int, nn.Parameter] = {}
     model.ds4d_tp = tp
     blocks: list[str] = []
+    model.ds4d_blocks = []
     if tp.size > 1:
         blocks = _cut_layers(model, tp, memo)
         shard_embedding(model.get_input_embeddings(), tp, memo)
@@ -97,9 +99,11 @@ def _cut_layers(model: PreTrainedModel, tp: TensorParallel, memo) -> list[str]:
     blocks = _find_blocks(cut)
     for path in blocks:
         _cut_block(cut, path)
-    for path in _loose(cut, blocks):
+    loose = _loose(cut, blocks)
+    for path in loose:
         _replace_linear(cut, path, None, loose=True)
     _mark_partial(cut, blocks)
+    model.ds4d_blocks = [model.get_submodule(path) for path in (*blocks, *loose)]
     return blocks
 
 

@@ -24,6 +24,7 @@ LEAST_PART = 0.02
 # Weights must be off by less than this part of what they have moved, however little that is.
 PART_OF_MOVE = 0.02
 ROUNDING = 3e-7  # of weights in fp32, in a few steps
+ROUNDED_BYTES = 1e-3  # each collective's are counted whole
 SIGNS = ("lion",)  # optimizers that make a whole step of the sign of a rounding error
 PART_OF_SIGNS = 0.05
 MARGIN = {"all": 1.1, "number": 2.0, "tensor": 3.0}  # of many tensors together; of one
@@ -39,7 +40,8 @@ class Row:
     """Attributes:
     what: is compared.
     where: name of the tensor, the worst of all; "" where it is one number.
-    expected, found: in the plain process and in the layout; None for tensors.
+    expected, found: in the plain process (of bytes: by the formula) and in the layout; None for
+        tensors.
     error, tolerance: relative; in half precision ``tolerance`` is what plain half precision has.
     """
 
@@ -97,7 +99,16 @@ def compare(
     rows.append(Row("copies", off, 0.0, name))
     rows.append(Row("what ranks say of the steps", float(not layout.steps_agree), 0.0))
     rows.append(Row("steps left out", layout.skipped, 0.0))
-    return rows
+    return [*rows, *_bytes(layout)]
+
+
+def _bytes(layout: LayoutResult) -> Iterator[Row]:
+    """More than the formula says is not within: less is what masks and documents save."""
+    for what, foretold in layout.foretold.items():
+        sent = layout.sent[what]
+        if sent or foretold:
+            more = max(0.0, sent / foretold - 1) if foretold else math.inf
+            yield Row(f"bytes sent: {what}", more, ROUNDED_BYTES, "", foretold, sent)
 
 
 def _same_names(found: Result, exact: Result) -> Iterator[Row]:

@@ -23,7 +23,9 @@ from ds4d.config.types import RunConfig
 from ds4d.data.prepare import PreparedData, prepare
 from ds4d.engine import StepResult
 from ds4d.mesh import Mesh
+from ds4d.planner.traffic import bytes_sent
 from ds4d.trainer import Trainer
+from ds4d.verify.held import held_by
 from ds4d.verify.plain import Result
 
 # A power of two, and so large that the weights before are but rounding in those after.
@@ -47,6 +49,7 @@ class RankResult:
     before, moved: weights at first, and after the step of SGD.
     after: the weights after the steps of the file.
     sent: bytes that the last step sent, by purpose.
+    foretold: what the formulas say of that.
     """
 
     steps: list[StepResult]
@@ -54,6 +57,7 @@ class RankResult:
     moved: Pieces
     after: Pieces
     sent: Counter
+    foretold: Counter
 
 
 def train_here(run: RunConfig, results: Path, *, device: torch.device, mesh: Mesh) -> None:
@@ -73,7 +77,8 @@ def train_here(run: RunConfig, results: Path, *, device: torch.device, mesh: Mes
     sent: Counter = Counter()
     for (purpose, _), count in traffic.sent.items():
         sent[purpose] += count
-    found = RankResult(steps, before, moved, _weights(trainer), sent)
+    foretold = bytes_sent(run, held_by(trainer.engine.module, run, mesh, micro_batches))
+    found = RankResult(steps, before, moved, _weights(trainer), sent, foretold)
     torch.save(found, results / f"rank-{mesh.rank}.pt")
 
 
@@ -108,6 +113,7 @@ class LayoutResult:
             one tensor after the last step, and its name; 0 where all are the same.
         steps_agree: what the ranks say about the steps is the same.
         sent: bytes that all ranks sent in the last step, by purpose.
+        foretold: what the formulas say of that, for the purposes that there is one for.
     """
 
     whole: Result
@@ -115,6 +121,7 @@ class LayoutResult:
     disagreement: tuple[float, str]
     steps_agree: bool
     sent: Counter
+    foretold: Counter
 
 
 def train_in_layout(run: RunConfig, results: Path, call: CallOnRanks) -> LayoutResult:
@@ -149,6 +156,7 @@ def train_in_layout(run: RunConfig, results: Path, call: CallOnRanks) -> LayoutR
         max(moved.disagreement, after.disagreement),
         all(rank.steps == steps for rank in ranks),
         sum((rank.sent for rank in ranks), Counter()),
+        sum((rank.foretold for rank in ranks), Counter()),
     )
 
 

@@ -1,0 +1,64 @@
+"""What a rank has of a model, for the formulas of ``planner/traffic.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from ds4d.config.types import RunConfig
+from ds4d.data.batch import MicroBatch
+from ds4d.mesh import Mesh
+from ds4d.pipeline.schedules import placement_of
+from ds4d.pipeline.stack import layer_stack
+from ds4d.pipeline.stage import Passage
+from ds4d.planner.traffic import Held
+
+# Of attention whose keys are not k heads of d numbers in every layer.
+OTHER_KEYS = ("kv_lora_rank", "global_head_dim", "num_global_key_value_heads", "kv_channels")
+
+
+def held_by(
+    model: PreTrainedModel, run: RunConfig, mesh: Mesh, micro_batches: Sequence[MicroBatch]
+) -> Held:
+    """Args:
+    model: this rank's part.
+    micro_batches: of one step, this rank's part.
+    """
+    text = model.config.get_text_config(decoder=True)
+    r, pp = mesh.coordinate.pp, run.parallel.pp
+    placement = placement_of(run.pipeline.schedule, pp, run.pipeline.chunks if pp > 1 else 1)
+    ranks = [place.rank for place in placement.places]
+    mine = list(placement.of_rank(r))
+    neighbours = [s + step for s in mine for step in (1, -1) if 0 <= s + step < len(ranks)]
+    here = set(model.modules())
+    stages = getattr(model, "ds4d_stages", None)
+    heads, key_heads, head_dim = _heads(text)
+    return Held(
+        tokens=sum(batch.input_ids.numel() for batch in micro_batches),
+        hidden=stages.anatomy.width if stages else text.hidden_size,
+        heads=heads,
+        key_heads=key_heads,
+        head_dim=head_dim,
+        itemsize=(stages.hidden_dtype if stages else model.dtype).itemsize,
+        embedding=0 in mine,
+        head=len(ranks) - 1 in mine,
+        layers=sum(not isinstance(layer, Passage) for layer in layer_stack(model)[1]),
+        blocks=sum(block in here for block in model.ds4d_blocks),
+        boundaries=sum(ranks[neighbour] != r for neighbour in neighbours),
+        tied=sum(p.numel() for p in stages.tied) if stages else 0,
+        partial=sum(_size(p) for p in model.parameters() if getattr(p, "tp_partial", False)),
+    )
+
+
+def _heads(text) -> tuple[int, int, int]:
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int) or any(getattr(text, name, None) for name in OTHER_KEYS):
+        return 0, 0, 0
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    return heads, key_heads, getattr(text, "head_dim", None) or text.hidden_size // heads
+
+
+def _size(param) -> int:
+    """Of the whole of it, under ZeRO-3 too."""
+    return getattr(param, "ds_numel", param.numel())
