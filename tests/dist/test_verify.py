@@ -40,6 +40,7 @@ EXPERTS = MODEL | {
     "model_type": "qwen3_moe", "moe_intermediate_size": 128, "num_experts": 16,
     "num_experts_per_tok": 4,
 }  # fmt: skip
+BALANCED = EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 HALF = {
     "bf16 tp": dict(tp=2, keys={"bf16": {"enabled": True}}),
     "bf16 pp": dict(pp=2, keys={"bf16": {"enabled": True}}),
