@@ -3,7 +3,8 @@
 What happens in a step, and who takes part:
 
 1. count: the valid targets of all micro-batches, summed over dp x cp. Before the first forward
-   pass, which computes the first gradients: those that logits get;
+   pass, which computes the first gradients: those that logits get. Where routers have a loss,
+   their choices are counted, too, in forward passes of their own (``router_loss.py``);
 2. each micro-batch: forward, loss = (sum over its targets) * dp * cp / count, backward. DeepSpeed
    averages gradients over dp x cp; the factor undoes it, so that what is accumulated is the
    gradient of the mean over the global batch, however unequal the counts;
@@ -273,7 +274,6 @@ class Engine:
         group = self._mesh.group("pp_dp_cp")
         with ExitStack() as within:
             within.enter_context(torch.random.fork_rng(devices))
-            within.enter_context(torch.no_grad())
             within.enter_context(loss.counting(group, self.device, scale=scale))
             if self._pipeline is not None:
                 self._pipeline.route([batch.to(self.device) for batch in micro_batches])

@@ -106,7 +106,8 @@ class RouterLoss:
     def counting(
         self, group: dist.ProcessGroup, device: torch.device, *, scale: float
     ) -> Iterator[None]:
-        """The forward passes of all micro-batches of a step go here; then shares can be had.
+        """The forward passes of all micro-batches of a step go here, without gradients; then shares
+        can be had.
 
         Args:
             group: ranks that hold other tokens or layers.
@@ -117,12 +118,12 @@ class RouterLoss:
         experts, top_k, coefficient = self.formula
         self._sums = torch.zeros(2 * experts + 1, dtype=torch.float64, device=device)
         try:
-            yield
-            chosen, probable, rows = all_reduce(
-                self._sums, group, purpose="router loss"
-            ).split([experts, experts, 1])
+            with torch.no_grad():
+                yield
+            sums = all_reduce(self._sums, group, purpose="router loss")
         finally:
             self._sums = None
+        chosen, probable, rows = sums.split([experts, experts, 1])
         rows = rows.clamp(min=1)
         self.value = experts * (chosen * probable).sum() / rows.square().squeeze()
         weights = scale * coefficient * experts / self._tp.size * chosen / rows.square()

@@ -137,10 +137,9 @@ class Pipeline:
         while group := [batch.to(self._device) for batch in islice(batches, 4 * self._ranks)]:
             yield from _Run(self, *self._plan("evaluate", len(group)), group).evaluate()
 
-    @torch.no_grad()
     def route(self, batches: Sequence[MicroBatch]) -> None:
-        """Show ``RouterLoss`` what routers will do in ``train``: the same forward passes, in the
-        order in which each rank makes them, and so with the same random numbers.
+        """For ``RouterLoss.counting``: the forward passes of ``train`` alone, in the order in which
+        each rank makes them there, and so with the same random numbers.
 
         Args:
             batches: on the device.

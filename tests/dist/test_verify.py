@@ -40,7 +40,6 @@ EXPERTS = MODEL | {
     "model_type": "qwen3_moe", "moe_intermediate_size": 128, "num_experts": 16,
     "num_experts_per_tok": 4,
 }  # fmt: skip
-BALANCED = EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 HALF = {
     "bf16 tp": dict(tp=2, keys={"bf16": {"enabled": True}}),
     "bf16 pp": dict(pp=2, keys={"bf16": {"enabled": True}}),
@@ -100,6 +99,15 @@ def test_other_families(name):
 def test_other_optimizers_and_losses(options):
     report = verify(run_of(dp=2, **options), call=on_workers)
     assert report.passed, [row for row in report.rows if not row.passed]
+
+
+def test_the_loss_of_routers():
+    """Of packed documents, padded: the plain process has them one by one."""
+    balanced = EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    report = verify(run_of(balanced, tp=2, cp=2), call=on_workers)
+    assert report.passed, [row for row in report.rows if not row.passed]
+    losses = [row for row in report.rows if row.what.startswith("router loss")]
+    assert len(losses) == 3 and all(row.found > 1.0 for row in losses)
 
 
 def test_the_command_starts_its_own_ranks():
