@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ds4d.attention.documents import Documents
 from ds4d.config.layout import cut_multiple
-from ds4d.data.batch import IGNORE, MicroBatch
+from ds4d.data.batch import IGNORE, MicroBatch, real_tokens
 
 Span = tuple[int, int]  # tokens [start, stop) of the sequence
 Spans = tuple[Span, ...]
@@ -131,6 +131,7 @@ class Cutter:
                 mine,
                 imbalance,
             ),
+            real=F.pad(real_tokens(batch), (0, extra))[:, mine],
         )
 
     def _spans(self, length: int, documents: Documents | None) -> tuple[tuple[Spans, ...], float]:

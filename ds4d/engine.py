@@ -3,7 +3,8 @@
 What happens in a step, and who takes part:
 
 1. count: the valid targets of all micro-batches, summed over dp x cp. Before the first forward
-   pass, which computes the first gradients: those that logits get;
+   pass, which computes the first gradients: those that logits get. Where routers have a loss,
+   their choices are counted, too, in forward passes of their own (``router_loss.py``);
 2. each micro-batch: forward, loss = (sum over its targets) * dp * cp / count, backward. DeepSpeed
    averages gradients over dp x cp; the factor undoes it, so that what is accumulated is the
    gradient of the mean over the global batch, however unequal the counts;
@@ -17,12 +18,11 @@ What happens in a step, and who takes part:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -39,14 +39,14 @@ from ds4d.comm import all_reduce, open_transport
 from ds4d.config.deepspeed_json import to_deepspeed
 from ds4d.config.types import RunConfig
 from ds4d.data.batch import MicroBatch
-from ds4d.loss import Objective, count_targets, eval_sums, sum_loss
+from ds4d.loss import Objective, count_targets, eval_sums, padded, sum_loss
 from ds4d.mesh import DeepSpeedMpu, Mesh
 from ds4d.optim import build_optimizer, build_scheduler
 from ds4d.pipeline.engine import Pipeline
 from ds4d.pipeline.recorder import OFF, Recorder
 from ds4d.pipeline.stage import StandIn
-
-Partition = Callable[[nn.Module], None]
+from ds4d.router_loss import RouterLoss
+from ds4d.zero3 import Partition, forward_alone, hide_gathering, partition_for
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class StepResult:
         lr: the learning rate used.
         skipped: not finite, so weights, moments and schedule were left alone.
         loss_scale: of fp16, else None.
+        router_loss: that balances experts, of the global batch, without its coefficient and no part
+            of ``loss``; None: the model has none.
     """
 
     loss: float
@@ -68,6 +70,7 @@ class StepResult:
     lr: float
     skipped: bool
     loss_scale: float | None
+    router_loss: float | None = None
 
 
 class _ZeroEngine(DeepSpeedEngine):
@@ -121,21 +124,6 @@ class _ZeroEngine(DeepSpeedEngine):
         return squares.sqrt().float()
 
 
-def _partition_for(config: dict[str, Any], mpu: DeepSpeedMpu) -> Partition:
-    """ZeRO-3's conversion of the parameters that a module itself owns."""
-    context = deepspeed.zero.Init(
-        module=nn.Identity(),
-        data_parallel_group=mpu.get_data_parallel_group(),
-        config_dict_or_path=config,
-        mpu=mpu,
-    )
-
-    def partition(module: nn.Module) -> None:
-        context._convert_to_zero_parameters(module.parameters(recurse=False))
-
-    return partition
-
-
 def _fillers(model: nn.Module) -> dict[str, nn.Parameter]:
     """What a stage's optimizer has in place of the matrices, or of the vectors, that the stage does
     not train: zeros, in no checkpoint. Torch's optimizers refuse to have nothing, and DeepSpeed
@@ -170,6 +158,7 @@ class Engine:
         self._group = mesh.group("dp_cp")
         self._group_size = mesh.size("dp_cp")
         self._pipeline = pipeline
+        self._router_loss: RouterLoss | None = getattr(module, "ds4d_router_loss", None)
         self._fillers = list(fillers)
         tied = [] if pipeline is None else pipeline.stages.tied
         self._tied = [param for param in tied if param.requires_grad]
@@ -195,7 +184,7 @@ class Engine:
         """
         config = to_deepspeed(run, on_cpu=device.type == "cpu")
         mpu = DeepSpeedMpu(mesh)
-        model = build(_partition_for(config, mpu) if run.zero_stage == 3 else None)
+        model = build(partition_for(config, mpu) if run.zero_stage == 3 else None)
         fillers = _fillers(model) if run.parallel.pp > 1 else {}
         for name, filler in fillers.items():
             model.register_parameter(name, filler)
@@ -218,6 +207,8 @@ class Engine:
             config=config,
             config_class=DeepSpeedConfig(config, mpu),
         )
+        if run.zero_stage == 3:
+            hide_gathering(engine)
         for name in fillers:  # DeepSpeed knows them now
             delattr(model, name)
         open_transport(mesh.group("ring"), device)
@@ -255,6 +246,8 @@ class Engine:
         loss_scale = engine.optimizer.loss_scale if engine.fp16_enabled() else 1.0
         skipped_before = engine.skipped_steps
         engine.train()
+        if self._router_loss is not None:
+            self._count_routes(micro_batches, loss_scale)
         if self._pipeline is None:
             loss_sum = self._pass_after_pass(micro_batches, scale, scale * loss_scale)
         else:
@@ -270,7 +263,35 @@ class Engine:
             lr=lr,
             skipped=engine.skipped_steps > skipped_before,
             loss_scale=float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None,
+            router_loss=None if self._router_loss is None else float(self._router_loss.value),
         )
+
+    def _count_routes(self, micro_batches: Sequence[MicroBatch], loss_scale: float) -> None:
+        """The forward passes of the step alone, with the random numbers that they will have again.
+        What is to come of them has the factor that undoes DeepSpeed's averaging, too."""
+        loss, devices = self._router_loss, [self.device] if self.device.type == "cuda" else []
+        scale = self._group_size * (1.0 if self._pipeline is None else loss_scale)
+        group = self._mesh.group("pp_dp_cp")
+        with ExitStack() as within:
+            within.enter_context(torch.random.fork_rng(devices))
+            within.enter_context(loss.counting(group, self.device, scale=scale))
+            if self._pipeline is not None:
+                self._pipeline.route([batch.to(self.device) for batch in micro_batches])
+                return
+            if self._engine.zero_optimization_partition_weights():
+                within.enter_context(forward_alone(self._engine))
+            for batch in micro_batches:
+                self._forward(batch, 1.0)
+
+    def _forward(self, batch: MicroBatch, scale: Tensor | float) -> tuple[Tensor, Tensor | None]:
+        """The sum of a micro-batch's token losses, and its share of the routers' loss."""
+        batch, routers = batch.to(self.device), self._router_loss
+        if routers is None:
+            return sum_loss(self._engine, batch, self.objective, scale=scale), None
+        batch = padded(batch, self.module.ds4d_tp)
+        with routers.watching() as seen:
+            loss = sum_loss(self._engine, batch, self.objective, scale=scale)
+        return loss, routers.share(seen, batch)
 
     def _pass_after_pass(
         self, micro_batches: Sequence[MicroBatch], scale: Tensor, whole_scale: Tensor
@@ -281,9 +302,10 @@ class Engine:
         for number, batch in enumerate(micro_batches):
             if number:
                 engine.step()  # counts micro-batches
-            loss = sum_loss(engine, batch.to(self.device), self.objective, scale=whole_scale)
+            loss, share = self._forward(batch, whole_scale)
             loss_sum += loss.detach()
-            engine.backward(loss * scale, scale_wrt_gas=False)
+            whole = loss * scale if share is None else loss * scale + share
+            engine.backward(whole, scale_wrt_gas=False)
         return loss_sum
 
     def _by_schedule(

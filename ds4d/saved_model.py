@@ -35,6 +35,7 @@ from ds4d.model.meta import logical_model, meta_model
 from ds4d.model.weights import Weights
 from ds4d.pipeline.check import why_not_generated, why_not_staged
 from ds4d.pipeline.stage import inference_cutter
+from ds4d.router_loss import asks_for_loss
 from ds4d.tensor_parallel.check import why_not_cut
 from ds4d.tensor_parallel.inject import inject
 from ds4d.tensor_parallel.shard import Shard
@@ -108,8 +109,15 @@ def _why_not_staged(config: PreTrainedConfig, pp: int, *, generates: bool) -> st
 
 def _config(folder: Path) -> PreTrainedConfig:
     if (folder / "config.json").is_file():
-        return hf_config(ModelConfig(path=str(folder)))
-    return AutoConfig.for_model(**read_manifest(folder).extra["hf_config"])
+        return _without_router_loss(hf_config(ModelConfig(path=str(folder))))
+    return _without_router_loss(AutoConfig.for_model(**read_manifest(folder).extra["hf_config"]))
+
+
+def _without_router_loss(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Which is for training."""
+    if asks_for_loss(config):
+        config.get_text_config().output_router_logits = False
+    return config
 
 
 def _from_folder(
@@ -117,6 +125,7 @@ def _from_folder(
 ) -> PreTrainedModel:
     if mesh is None or mesh.size("model") == 1:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = _without_router_loss(config)
         model = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,

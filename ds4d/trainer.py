@@ -55,6 +55,7 @@ from ds4d.resume import (
     seed_everything,
     set_random_state,
 )
+from ds4d.router_trial import why_not_balanced
 
 
 class NonFiniteError(RuntimeError):
@@ -147,6 +148,12 @@ def _check_context(run: RunConfig, config: PreTrainedConfig) -> None:
         raise ConfigError([Problem("ds4d.parallel.cp", reason)])
 
 
+def _check_routers(config: PreTrainedConfig) -> None:
+    """``check`` cannot try a model that is still on the hub."""
+    if reason := why_not_balanced(config):
+        raise ConfigError([Problem("ds4d.model", reason)])
+
+
 def _with_split(run: RunConfig, config: PreTrainedConfig) -> RunConfig:
     """``check`` cannot cut a model that is still on the hub, or whose vocabulary is not known."""
     if run.parallel.pp == 1:
@@ -201,6 +208,7 @@ class Trainer:
         )
         _check_documents(run, data, self.hf_config)
         _check_context(run, self.hf_config)
+        _check_routers(self.hf_config)
         self.run = run = _with_split(run, self.hf_config)
         self._facts = facts(run, data, self.hf_config.to_dict())
         self.engine = Engine.create(
@@ -322,6 +330,8 @@ class Trainer:
         }
         if result.loss_scale is not None:
             metrics["loss_scale"] = result.loss_scale
+        if result.router_loss is not None:
+            metrics["router_loss"] = result.router_loss
         if result.skipped:
             metrics["skipped"] = True
         if imbalance is not None:

@@ -27,7 +27,7 @@ from ds4d.config.types import (
 )
 from tests.harness import run_distributed
 from tests.reference import assemble, relative, rows, samples, train_plainly
-from tests.tp_families import FAMILIES, with_layers
+from tests.tp_families import FAMILIES, ROUTED, with_layers
 
 LENGTH, CLIP = 23, 0.5  # an odd length, padded where the sequence is cut
 ADAMW = {
@@ -49,7 +49,8 @@ def _scratch() -> tempfile.TemporaryDirectory:
 def folder_of(name: str, layers: int | None = None, **changes) -> Path:
     """A random model of a family; large enough weights for every gradient to be one."""
     torch.manual_seed(0)
-    config = FAMILIES[name] if layers is None else with_layers(FAMILIES[name], layers)
+    config = (FAMILIES | ROUTED)[name]
+    config = config if layers is None else with_layers(config, layers)
     config = config | changes
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     with torch.no_grad():
@@ -159,13 +160,13 @@ def train(runs, batches):
     return out
 
 
-def batches(*counts: int) -> dict[int, list]:
+def batches(*counts: int, data=samples) -> dict[int, list]:
     """By the rows of a global batch: one for each step."""
-    return {count: [samples(count, LENGTH, seed=step) for step in range(5)] for count in counts}
+    return {count: [data(count, LENGTH, seed=step) for step in range(5)] for count in counts}
 
 
 @lru_cache(maxsize=None)
-def _plain(folder: Path, optimizer: str, count: int, clip: float, dtype: torch.dtype):
+def _plain(folder: Path, optimizer: str, count: int, clip: float, dtype: torch.dtype, data):
     from ds4d.optim import build_optimizer
 
     # eager falcon adds alibi twice, once of its own and once with the mask
@@ -174,19 +175,19 @@ def _plain(folder: Path, optimizer: str, count: int, clip: float, dtype: torch.d
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     config = {"SGD": SGD, "AdamW": ADAMW}[optimizer]
     made = build_optimizer(model.named_parameters(), config, decay_all=False)
-    steps = batches(count)[count][: STEPS[optimizer]]
+    steps = batches(count, data=data)[count][: STEPS[optimizer]]
     return train_plainly(model, steps, made, clip=clip), before
 
 
-def plain(run, dtype=torch.float32):
+def plain(run, dtype=torch.float32, data=samples):
     """(the run, the initial weights) of one Hugging Face process."""
     optimizer = run.deepspeed["optimizer"]["type"]
     clip = run.deepspeed["gradient_clipping"]
-    return _plain(Path(run.model.path), optimizer, run.batch.train, clip, dtype)
+    return _plain(Path(run.model.path), optimizer, run.batch.train, clip, dtype, data)
 
 
-def check(case, ranks, index, run) -> None:
-    agree(case, run, [rank[index] for rank in ranks], *plain(run))
+def check(case, ranks, index, run, data=samples) -> None:
+    agree(case, run, [rank[index] for rank in ranks], *plain(run, data=data))
 
 
 def agree(case, run, ranks, reference, before) -> None:
@@ -197,6 +198,8 @@ def agree(case, run, ranks, reference, before) -> None:
     results = [rank[0] for rank in ranks]
     assert all(r == results[0] for r in results), case
     assert [r.loss for r in results[0]] == pytest.approx(reference.losses, rel=1e-5), case
+    balances = [r.router_loss for r in results[0] if r.router_loss is not None]
+    assert balances == pytest.approx(reference.router_losses, rel=1e-5), case
     norms = [r.grad_norm for r in results[0]]
     assert norms == pytest.approx(reference.grad_norms, rel=1e-5), case
     if run.deepspeed["optimizer"] != SGD:
@@ -216,17 +219,18 @@ def agree(case, run, ranks, reference, before) -> None:
         assert relative(final[f"weight/{name}"], reference.weights[name]) < 1e-5, (case, name)
 
 
-def compare(cases, world, *, layers: int | None = None, body=train, **kwargs) -> None:
+def compare(cases, world, *, layers: int | None = None, body=train, data=samples, **kwargs) -> None:
     """Args:
     cases: (family, keywords of ``make_run``); all in the same workers.
     layers: of each model, instead of the family's own.
+    data: makes global batches.
     body: what the ranks do, ``train`` with ``kwargs`` or something around it.
     """
     runs = [make_run(folder_of(name, layers), **options) for name, options in cases]
-    given = batches(*{run.batch.train for run in runs})
+    given = batches(*{run.batch.train for run in runs}, data=data)
     ranks = run_distributed(body, world, timeout=600, runs=runs, batches=given, **kwargs)
     for index, (case, run) in enumerate(zip(cases, runs, strict=True)):
-        check(case, ranks, index, run)
+        check(case, ranks, index, run, data)
 
 
 def check_half_precision(runs, world) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds4d.data.batch import IGNORE, MicroBatch
+from ds4d.attention.documents import PADDING, Documents
+from ds4d.data.batch import IGNORE, MicroBatch, real_tokens
 
 TINY_LLAMA = {
     "model_type": "llama",
@@ -43,10 +44,36 @@ def samples(count: int, length: int = 24, vocab: int = 101, seed: int = 1) -> Mi
     return MicroBatch(ids, targets, positions)
 
 
+def padded_samples(count: int, length: int, vocab: int = 101, seed: int = 1) -> MicroBatch:
+    """With rows of which up to nearly all is padding."""
+    batch = samples(count, length, vocab, seed)
+    ids = torch.zeros_like(batch.input_ids)
+    for row, real in zip(range(count), [length, 9, length - 1, 4] * count):
+        ids[row, real:] = PADDING
+        batch.targets[row, real - 1 :] = IGNORE
+        batch.input_ids[row, real:] = 0
+    return replace(batch, documents=Documents.from_ids(ids, batch.position_ids))
+
+
+def packed_samples(count: int, length: int, vocab: int = 101, seed: int = 1) -> MicroBatch:
+    """Two documents a row, and no padding."""
+    batch = samples(count, length, vocab, seed)
+    ids = torch.zeros_like(batch.input_ids)
+    for row, first in zip(range(count), [5, 14, 8, 20] * count):
+        ids[row, first:] = 1
+        batch.targets[row, first - 1] = IGNORE
+        batch.position_ids[row, first:] -= first
+    return replace(batch, documents=Documents.from_ids(ids, batch.position_ids))
+
+
 def rows(batch: MicroBatch, start: int, stop: int) -> MicroBatch:
-    return MicroBatch(
+    cut = MicroBatch(
         batch.input_ids[start:stop], batch.targets[start:stop], batch.position_ids[start:stop]
     )
+    if batch.documents is None:
+        return cut
+    ids = batch.documents.ids[start:stop]
+    return replace(cut, documents=Documents.from_ids(ids, cut.position_ids))
 
 
 @dataclass
@@ -55,17 +82,26 @@ class PlainRun:
     grad_norms: list[float]
     gradients: dict[str, torch.Tensor]  # of the first step
     weights: dict[str, torch.Tensor]  # after the last
+    router_losses: list[float]  # where the model makes one
 
 
 def train_plainly(
     model: nn.Module, batches: list[MicroBatch], optimizer, *, clip: float = 0.0
 ) -> PlainRun:
-    """Loss = mean over the valid targets of the global batch; clip; step."""
-    run = PlainRun([], [], {}, {})
+    """Loss = mean over the valid targets of the global batch, and what a model that is asked for
+    its router logits adds to that; clip; step."""
+    run = PlainRun([], [], {}, {}, [])
     for batch in batches:
-        logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids).logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten())
-        loss.backward()
+        real = real_tokens(batch)  # given where it says something: else positions tell documents
+        mask = {} if real.all() else {"attention_mask": real.long()}
+        given = dict(input_ids=batch.input_ids, position_ids=batch.position_ids, **mask)
+        output = model(**given, use_cache=False)
+        loss = F.cross_entropy(output.logits.float().flatten(0, 1), batch.targets.flatten())
+        whole = loss
+        if getattr(output, "aux_loss", None) is not None:
+            whole = loss + model.router_aux_loss_coef * output.aux_loss
+            run.router_losses.append(float(output.aux_loss))
+        whole.backward()
         parameters = list(model.parameters())
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if not run.gradients:

@@ -112,6 +112,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": _with("gpt_oss", COMMON, MOE, WINDOW, head_dim=16, intermediate_size=64),
 }  # fmt: skip
 
+# With a loss of their routers; large, so that gradients show it.
+BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.5)
+ROUTED: dict[str, dict[str, Any]] = {
+    "mixtral, balanced": FAMILIES["mixtral"] | BALANCED,
+    "gpt_oss, balanced": FAMILIES["gpt_oss"] | BALANCED,
+    "qwen3_moe, balanced": _with(  # one layer in two has experts
+        "qwen3_moe", COMMON, BALANCED, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=32, decoder_sparse_step=2,
+    ),
+}  # fmt: skip
+
 # They make their masks themselves, so their residual stream is not cut along the sequence.
 OWN_ATTENTION = (
     "bloom", "falcon, one key head", "falcon, groups", "falcon, alibi", "gpt_neo"

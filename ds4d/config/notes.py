@@ -121,6 +121,11 @@ def find_notes(draft: Draft) -> Iterator[str]:
     yield from _timeline_too_late(draft)
     yield from _source_keys(draft)
     yield from _peak_of_warmup(draft)
+    if draft.model.get("output_router_logits"):
+        yield (
+            "output_router_logits: the loss of the routers is that of the whole global batch, for "
+            "which each step makes its forward passes twice: about a third more time"
+        )
     if draft.zero_stage == 0 and draft.param_dtype != "fp32":
         yield (
             f"{draft.param_dtype} with zero_optimization.stage 0 runs DeepSpeed's stage 1, whose "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from ds4d.attention.documents import Documents
+from ds4d.attention.documents import PADDING, Documents
 
 if TYPE_CHECKING:
     from ds4d.context_parallel import Cut
@@ -29,6 +29,7 @@ class MicroBatch:
     documents: None when no row holds more than one document and nothing is padded: plain causal
         attention. Also None where there is a cut, which has those of the whole rows.
     cut: where the tokens of this rank stand among those of its cp group; None: it has them all.
+    real: see ``real_tokens``; None: as ``documents`` say, and all tokens where there are none.
     """
 
     input_ids: torch.Tensor
@@ -36,6 +37,7 @@ class MicroBatch:
     position_ids: torch.Tensor
     documents: Documents | None = None
     cut: Cut | None = None
+    real: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         return replace(
@@ -45,6 +47,7 @@ class MicroBatch:
             position_ids=self.position_ids.to(device, non_blocking=True),
             documents=None if self.documents is None else self.documents.to(device),
             cut=None if self.cut is None else self.cut.to(device),
+            real=None if self.real is None else self.real.to(device, non_blocking=True),
         )
 
     def padded(self, multiple: int) -> "MicroBatch":
@@ -62,6 +65,7 @@ class MicroBatch:
             F.pad(self.targets, (0, extra), value=IGNORE),
             torch.cat([self.position_ids, positions], dim=1),
             None if self.documents is None else self.documents.padded(extra),
+            real=F.pad(real_tokens(self), (0, extra)),
         )
 
     def pin_memory(self) -> "MicroBatch":
@@ -73,4 +77,14 @@ class MicroBatch:
             position_ids=self.position_ids.pin_memory(),
             documents=None if self.documents is None else self.documents.pin_memory(),
             cut=None if self.cut is None else self.cut.pin_memory(),
+            real=None if self.real is None else self.real.pin_memory(),
         )
+
+
+def real_tokens(batch: MicroBatch) -> torch.Tensor:
+    """bool [B, s]: what is no padding, in the data or to make rows divide."""
+    if batch.real is not None:
+        return batch.real
+    if batch.documents is not None:
+        return batch.documents.ids != PADDING
+    return torch.ones_like(batch.input_ids, dtype=torch.bool)

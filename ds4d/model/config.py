@@ -32,6 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ds4d.config.model_facts import field
 from ds4d.config.types import ModelConfig
+from ds4d.router_trial import why_not_balanced
 
 # Kept by save_pretrained in every config.json; they say nothing about the model's shape.
 BOOKKEEPING = ("model_type", "auto_map", "_name_or_path", "_attn_implementation_autoset")
@@ -81,7 +82,7 @@ def hf_config(
 
 def why_not_trainable(config: PreTrainedConfig) -> str | None:
     """Why no causal language model can be made of this config; None: it can. Builds it on meta,
-    which takes no memory."""
+    which takes no memory; a small one where its routers' loss is asked for."""
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     source = _EXAMPLES.sub("", inspect.getsource(sys.modules[cls.__module__]))
     if "config.is_decoder" in source and "config.is_decoder = True" not in source:
@@ -95,8 +96,6 @@ def why_not_trainable(config: PreTrainedConfig) -> str | None:
         return f"{config.model_type} has several text models, and no one of them is meant"
     if field(text, "use_bidirectional_attention") is True:
         return "use_bidirectional_attention: true sees later tokens; set it to false"
-    if getattr(config, "output_router_logits", False):
-        return "output_router_logits: the router's own loss is not added yet; set it to false"
     for name in ("layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0):
             return f"{name}: ranks would leave out different layers and wait for each other; set 0"
@@ -110,7 +109,7 @@ def why_not_trainable(config: PreTrainedConfig) -> str | None:
             AutoModelForCausalLM.from_config(deepcopy(config))
     except Exception as error:  # whatever a field has led the model's code to
         return f"transformers cannot build this {config.model_type}: {_one_line(error)}"
-    return None
+    return why_not_balanced(config)
 
 
 def model_folder(path: str) -> Path:

@@ -10,7 +10,8 @@ Letters: B sequences, S tokens, s = S / t of them under sequence parallelism, E 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from contextlib import nullcontext
+from functools import lru_cache, partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -25,8 +26,14 @@ from ds4d.mesh import Mesh
 from ds4d.pipeline.actions import Action, Kind, Schedule
 from ds4d.pipeline.p2p import Mail, Message, messages_to, open_lanes
 from ds4d.pipeline.recorder import OFF, Recorder
-from ds4d.pipeline.schedules import forward_only, make_schedule, placement_of
+from ds4d.pipeline.schedules import (
+    forward_only,
+    forward_passes,
+    make_schedule,
+    placement_of,
+)
 from ds4d.pipeline.stage import Stages
+from ds4d.router_loss import RouterLoss
 from ds4d.tensor_parallel import sequence
 from ds4d.tensor_parallel.state import TensorParallel
 from ds4d.weight_gradients import Deferred, deferring, make_deferrable
@@ -40,10 +47,12 @@ class _Held(NamedTuple):
     Attributes:
         hidden: what went in, a leaf; None: the embedding is in the chunk.
         end: where the way back begins; None: nothing in the chunk learns.
+        share: where that of the routers' loss begins; None: there is none.
     """
 
     hidden: Tensor | None
     end: GradientEdge | None
+    share: GradientEdge | None
 
 
 class Pipeline:
@@ -66,18 +75,25 @@ class Pipeline:
         self._placement = placement_of(schedule, self._ranks, chunks)
         self._mine = tuple(self._placement.of_rank(self._rank))
         self._tp: TensorParallel = stages.model.ds4d_tp
+        self._router_loss: RouterLoss | None = stages.model.ds4d_router_loss
         if schedule in SPLIT_BACKWARD:
             make_deferrable(stages.model)
             self._tp.split_backward = True
 
+        def training(micro_batches: int) -> Schedule:
+            return make_schedule(
+                schedule, ranks=self._ranks, chunks=chunks, micro_batches=micro_batches
+            )
+
+        orders: dict[str, Callable[[int], Schedule]] = {
+            "train": training,
+            "route": lambda micro_batches: forward_passes(training(micro_batches)),
+            "evaluate": partial(forward_only, self._placement),
+        }
+
         @lru_cache(maxsize=8)
-        def plan(micro_batches: int, training: bool):
-            if training:
-                order = make_schedule(
-                    schedule, ranks=self._ranks, chunks=chunks, micro_batches=micro_batches
-                )
-            else:
-                order = forward_only(self._placement, micro_batches)
+        def plan(purpose: str, micro_batches: int):
+            order = orders[purpose](micro_batches)
             return order, messages_to(self._rank, order)
 
         self._plan = plan
@@ -102,7 +118,7 @@ class Pipeline:
         Returns:
             the sum of token losses on the ranks that have the last stage, else 0. fp32 scalar.
         """
-        schedule, incoming = self._plan(len(batches), True)
+        schedule, incoming = self._plan("train", len(batches))
         recorder.begin(schedule)
         run = _Run(self, schedule, incoming, batches, recorder)
         with torch.enable_grad():
@@ -119,7 +135,16 @@ class Pipeline:
         batches = iter(batches)
         # several at once, so that all stages are busy
         while group := [batch.to(self._device) for batch in islice(batches, 4 * self._ranks)]:
-            yield from _Run(self, *self._plan(len(group), False), group).evaluate()
+            yield from _Run(self, *self._plan("evaluate", len(group)), group).evaluate()
+
+    def route(self, batches: Sequence[MicroBatch]) -> None:
+        """For ``RouterLoss.counting``: the forward passes of ``train`` alone, in the order in which
+        each rank makes them there, and so with the same random numbers.
+
+        Args:
+            batches: on the device.
+        """
+        _Run(self, *self._plan("route", len(batches)), batches).evaluate()
 
     def stage_of_modules(self) -> dict[nn.Module, int]:
         """The virtual stage of each module that is part of one."""
@@ -204,7 +229,9 @@ class _Run:
             hidden = self._take(Message(stage, action.micro_batch, gradient=False))
             hidden.requires_grad_(torch.is_grad_enabled())
             embeds = self._stages.embeds(batch.input_ids.shape)
-        with self._stages.running(chunk, batch.input_ids.shape, hidden) as stream:
+        routers = self._pipeline._router_loss
+        watching = nullcontext(()) if routers is None else routers.watching()
+        with watching as seen, self._stages.running(chunk, batch.input_ids.shape, hidden) as stream:
             if chunk.last:
                 output = sum_loss(model, batch, objective, scale=scale, embeds=embeds)
             else:
@@ -212,10 +239,10 @@ class _Run:
                 with sequence.scattered(self._pipeline._tp):
                     base(**model_inputs(base, batch, embeds))
                 output = stream.taken
+        share = None if routers is None else routers.share(seen, batch)
         if torch.is_grad_enabled():
             end = output * scale if chunk.last else output
-            edge = get_gradient_edge(end) if end.requires_grad else None
-            self._held[action[1:]] = _Held(hidden, edge)
+            self._held[action[1:]] = _Held(hidden, _edge(end), _edge(share))
         if chunk.last:
             return output.detach()
         self._give(Message(stage + 1, action.micro_batch, gradient=False), output.detach())
@@ -223,15 +250,15 @@ class _Run:
 
     def _backward(self, action: Action) -> None:
         chunk, stage = self._stages.chunks[action.chunk], self._pipeline._mine[action.chunk]
-        hidden, end = self._held.pop(action[1:])
+        hidden, *ends = self._held.pop(action[1:])
         gradient = None
         if not chunk.last:
             gradient = self._take(Message(stage, action.micro_batch, gradient=True))
         if action.kind is Kind.INPUT:
             with deferring() as self._deferred[action[1:]]:
-                _go_back(end, gradient)
+                _go_back(ends, [gradient, None])
         else:
-            _go_back(end, gradient)
+            _go_back(ends, [gradient, None])
         if not chunk.first:
             answer = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
             self._give(Message(stage - 1, action.micro_batch, gradient=True), answer)
@@ -251,6 +278,12 @@ class _Run:
             self._mail.send(x, to)
 
 
-def _go_back(end: GradientEdge | None, gradient: Tensor | None) -> None:
-    if end is not None:
-        torch.autograd.backward(end, gradient)
+def _edge(x: Tensor | None) -> GradientEdge | None:
+    return None if x is None or not x.requires_grad else get_gradient_edge(x)
+
+
+def _go_back(ends: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]) -> None:
+    """From all ends at once; None for a gradient: of a scalar, it is 1."""
+    pairs = [(end, gradient) for end, gradient in zip(ends, gradients) if end is not None]
+    if pairs:
+        torch.autograd.backward(*zip(*pairs))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
@@ -79,6 +80,12 @@ def chunks_of(name: str, asked: int) -> int:
             f'each rank; leave chunks out, or use schedule "interleaved"'
         )
     return fixed
+
+
+def forward_passes(schedule: Schedule) -> Schedule:
+    """A schedule's forward passes alone, on each rank in the order in which they are there."""
+    actions = (tuple(a for a in order if a.kind is F) for order in schedule.actions)
+    return replace(schedule, actions=tuple(actions))
 
 
 def forward_only(placement: Placement, micro_batches: int) -> Schedule:

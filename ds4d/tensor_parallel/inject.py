@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ds4d import comm
+from ds4d import comm, router_loss
 from ds4d.models.blueprint import Blueprint, Cut, Style
 from ds4d.models.derive import HOW_TO_ADD, blueprint_of, plan_of
 from ds4d.tensor_parallel import arrange, attention, sequence
@@ -77,6 +77,7 @@ def inject(model: PreTrainedModel, tp: TensorParallel) -> None:
         blocks = _cut_layers(model, tp, memo)
         shard_embedding(model.get_input_embeddings(), tp, memo)
     install_head(model, tp, memo)
+    router_loss.install(model, tp, blocks)
     sequence.install(model, tp)
     if tp.sequence_parallel:
         if reason := sequence.why_not(model, blocks):

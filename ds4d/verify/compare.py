@@ -119,8 +119,10 @@ def _same_names(found: Result, exact: Result) -> Iterator[Row]:
 
 
 def _numbers(found: Result, exact: Result, limit: Limit) -> Iterator[Row]:
+    missing = [math.nan] * len(exact.router_losses)
     for what, of_layout, of_plain in (
         ("loss", found.losses, exact.losses),
+        ("router loss", found.router_losses or missing, exact.router_losses),
         ("grad norm", found.grad_norms, exact.grad_norms),
     ):
         for step, (a, b) in enumerate(zip(of_layout, of_plain, strict=True)):
@@ -134,8 +136,12 @@ def relative(found: float, expected: float) -> float:
 
 def _half_limits(half: Result, exact: Result, floor: float) -> Limit:
     """The largest over the steps: a single one may be good by chance."""
-    pairs = {"loss": (half.losses, exact.losses), "grad norm": (half.grad_norms, exact.grad_norms)}
-    worst = {what: max(map(relative, *pair)) for what, pair in pairs.items()}
+    pairs = {
+        "loss": (half.losses, exact.losses),
+        "router loss": (half.router_losses, exact.router_losses),
+        "grad norm": (half.grad_norms, exact.grad_norms),
+    }
+    worst = {what: max(map(relative, *pair), default=0.0) for what, pair in pairs.items()}
     return lambda what, _step: _margin("number", exact) * worst[what] + floor
 
 

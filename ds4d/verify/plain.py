@@ -2,7 +2,8 @@
 
 Every document is given to the model alone, one after the other, so that nothing of packing,
 padding, masks and micro-batches is left; the loss is the mean over the valid targets of the global
-batch.
+batch. To it comes, where router logits are asked for, what transformers' own function makes of those
+of all documents together.
 
 Letters: n tokens of a document, V vocabulary.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -27,6 +29,7 @@ from ds4d.config.types import RunConfig, TrainingConfig
 from ds4d.data.batch import IGNORE
 from ds4d.data.order import SampleOrder
 from ds4d.optim import build_optimizer
+from ds4d.router_loss import formula_of
 
 # Eager falcon adds alibi twice, once of its own and once with the mask.
 ATTENTION = {"falcon": "sdpa"}
@@ -42,6 +45,7 @@ class Result:
         losses, grad_norms, tokens: of each step.
         gradients: of the first step, before clipping.
         before, after: the weights.
+        router_losses: of each step, not in ``losses``; empty where the model makes none.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -50,6 +54,7 @@ class Result:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     before: dict[str, Tensor] = field(default_factory=dict)
     after: dict[str, Tensor] = field(default_factory=dict)
+    router_losses: list[float] = field(default_factory=list)
 
 
 def train_plainly(
@@ -72,12 +77,18 @@ def train_plainly(
     for step in read_steps(run):
         targets = [targets for _, targets, _ in step]
         tokens = sum(int((t != IGNORE).sum()) for t in targets)
-        loss = 0.0
+        loss, routed = 0.0, []
         for document in step:
             with torch.autocast("cpu", dtype, enabled=autocast):
-                part = _loss_sum(model, document, run.training) / tokens
-            part.backward()
+                part, router_logits = _loss_sum(model, document, run.training)
+            part = part / tokens
             loss += float(part.detach())
+            if router_logits:
+                routed.append((part, router_logits))
+            else:
+                part.backward()
+        if routed:
+            found.router_losses.append(_go_back_together(model, routed))
         gradients = _copies({name: p.grad for name, p in parameters.items()})
         norm = get_total_norm(gradients.values())
         found.gradients = found.gradients or _copies(gradients)
@@ -128,14 +139,33 @@ def _documents(sample: dict[str, list[int]]) -> Iterator[Document]:
             yield tuple(torch.tensor([row]) for row in (ids, targets, positions))
 
 
-def _loss_sum(model: nn.Module, document: Document, training: TrainingConfig) -> Tensor:
-    """Over the document's valid targets."""
+def _go_back_together(model: nn.Module, routed: list[tuple[Tensor, tuple[Tensor, ...]]]) -> float:
+    """From the losses of all documents, and from the loss of their routers, which is returned.
+
+    Args:
+        routed: of each document, its loss and the router logits of each layer.
+    """
+    losses, of_documents = zip(*routed)
+    layers = tuple(torch.cat([x.flatten(0, -2) for x in layer]) for layer in zip(*of_documents))
+    function = sys.modules[type(model).__module__].load_balancing_loss_func
+    experts, top_k, coefficient = formula_of(model)
+    balance = function(layers, experts, top_k)
+    (sum(losses) + coefficient * balance).backward()
+    return float(balance.detach())
+
+
+def _loss_sum(
+    model: nn.Module, document: Document, training: TrainingConfig
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Over the document's valid targets, and the logits of each router, if they are asked for."""
     ids, targets, positions = document
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     more = {"position_ids": positions} if takes_positions else {}
-    logits = model(input_ids=ids, use_cache=False, **more).logits.float()  # [1, n, V]
+    output = model(input_ids=ids, use_cache=False, **more)
+    logits = output.logits.float()  # [1, n, V]
     kept = targets != IGNORE
     loss = F.cross_entropy(
         logits[kept], targets[kept], reduction="sum", label_smoothing=training.label_smoothing
     )
-    return loss + training.z_loss * logits[kept].logsumexp(-1).square().sum()
+    loss = loss + training.z_loss * logits[kept].logsumexp(-1).square().sum()
+    return loss, getattr(output, "router_logits", None) or ()

@@ -149,6 +149,7 @@ def train_in_layout(run: RunConfig, results: Path, call: CallOnRanks) -> LayoutR
         {name: (before.whole[name] - x) / RATE for name, x in moved.whole.items()},
         before.whole,
         after.whole,
+        [step.router_loss for step in steps if step.router_loss is not None],
     )
     return LayoutResult(
         whole,

@@ -111,7 +111,8 @@ def metrics(output: Path) -> list[dict]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-CURVE = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "consumed_samples", "eval_loss")
+CURVE = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "consumed_samples", "eval_loss",
+         "router_loss")  # fmt: skip
 
 
 def curve(rows: list[dict]) -> list[dict]:
@@ -122,7 +123,8 @@ def curve(rows: list[dict]) -> list[dict]:
 def test_every_step_tells_what_design_promises(corpus, tmp_path):
     rows = run(2, config(corpus), tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(1, 9))
-    always = {*CURVE, "step_seconds", "tokens_per_second", "peak_memory_bytes"} - {"eval_loss"}
+    always = {*CURVE, "step_seconds", "tokens_per_second", "peak_memory_bytes"}
+    always -= {"eval_loss", "router_loss"}
     assert all(always <= set(row) for row in rows)
     assert [row["step"] for row in rows if "eval_loss" in row] == [4, 8]
     assert [row["consumed_samples"] for row in rows] == list(range(4, 33, 4))
@@ -331,10 +333,13 @@ SIZES = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 OTHERS = {
     "tied": TINY_LLAMA | {"tie_word_embeddings": True},
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4} | SIZES | HEADS,
+    "mixtral": {
+        "model_type": "mixtral", "num_local_experts": 4, "output_router_logits": True,
+        "router_aux_loss_coef": 0.1, **SIZES, **HEADS,
+    },
     "gemma2": {"model_type": "gemma2", "head_dim": 8, "sliding_window": 16} | SIZES | HEADS,
     "mamba": {"model_type": "mamba", "state_size": 8} | SIZES,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -346,6 +351,7 @@ def test_other_families_have_one_curve_too(corpus, tmp_path, family):
     file["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     for row, expected in zip(curve(run(2, file, tmp_path / "2")), alone, strict=True):
         assert row == pytest.approx(expected, rel=1e-5)
+        assert ("router_loss" in row) == (family == "mixtral")
 
 
 TINY_BLOOM = {"model_type": "bloom", "vocab_size": 101, "hidden_size": 32, "n_layer": 2, "n_head": 4}

@@ -101,6 +101,15 @@ def test_other_optimizers_and_losses(options):
     assert report.passed, [row for row in report.rows if not row.passed]
 
 
+def test_the_loss_of_routers():
+    """Of packed documents, padded: the plain process has them one by one."""
+    balanced = EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    report = verify(run_of(balanced, tp=2, cp=2), call=on_workers)
+    assert report.passed, [row for row in report.rows if not row.passed]
+    losses = [row for row in report.rows if row.what.startswith("router loss")]
+    assert len(losses) == 3 and all(row.found > 1.0 for row in losses)
+
+
 def test_the_command_starts_its_own_ranks():
     found = json.loads(run_ds4d("verify", QUICKSTART, "--set", "ds4d.parallel.tp=2", "--json"))
     assert found["passed"] and found["layout"]["tp"] == 2 and found["bytes_sent"]["block"] > 0

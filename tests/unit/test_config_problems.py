@@ -262,9 +262,9 @@ WRONG = {
         dict(ds4d__model__config={"model_type": "opt", "layerdrop": 0.1}),
         {"ds4d.model.config": "layerdrop: ranks would leave out different layers"},
     ),
-    "a router loss that would be left out": (
-        dict(ds4d__model__config={"model_type": "mixtral", "output_router_logits": True}),
-        {"ds4d.model.config": "output_router_logits: the router's own loss is not added yet"},
+    "a router loss that the family does not have": (
+        dict(ds4d__model__config={"model_type": "glm4_moe", "output_router_logits": True}),
+        {"ds4d.model.config": "output_router_logits: model_type glm4_moe adds no loss of its"},
     ),
     "a model that transformers cannot build": (
         dict(ds4d__model__config__hidden_act="foo"),
