@@ -1,0 +1,184 @@
+"""One type of model in some layouts: refused by ``check``, exact by ``verify``'s comparison, or a
+defect.
+
+A type's file is made small once, as ``ds4d verify`` makes it, and one plain process trains it; then
+each column overrides the layout, is judged as any file, and trained on the workers of the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ds4d import attention
+from ds4d.config.errors import ConfigError
+from ds4d.config.load import load
+from ds4d.model.shrink import shrunken
+from ds4d.verify.compare import compare
+from ds4d.verify.plain import Result, train_plainly
+from ds4d.verify.ranks import RanksFailed, train_in_layout
+from ds4d.verify.small import Small, make_small
+from tests.verify_runs import on_workers
+
+TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+COLUMNS = {
+    "1 rank": {},
+    "tp 2": {"tp": 2},
+    "pp 2": {"pp": 2},
+    "cp 2": {"cp": 2},
+    "tp 2 x pp 2": {"tp": 2, "pp": 2},
+}
+EXACT, REFUSED, WRONG, FAILED = "exact", "refused", "wrong", "failed"
+STEPS, LENGTH, BATCH = 2, 48, 4
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}
+FULL_LENGTH = ("reformer",)  # trains on as many tokens as its table has positions
+LONGEST_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Attributes:
+    type, column: what was tried.
+    outcome: exact or refused; wrong and failed are defects.
+    why: what ``check`` says; of a defect, what is off or was raised.
+    """
+
+    type: str
+    column: str
+    outcome: str
+    why: str = ""
+
+
+def try_type(
+    model_type: str, columns: Sequence[str], *, seconds: float = LONGEST_SECONDS
+) -> Iterator[Outcome]:
+    """Args:
+    seconds: that each column may take.
+    """
+    with tempfile.TemporaryDirectory(prefix="ds4d-zoo-") as folder:
+        bench = _Bench(model_type, Path(folder))
+        for column in columns:
+            try:
+                with _at_most(seconds):
+                    bench.prepare()
+                    outcome, why = bench.judge(COLUMNS[column])
+            except ConfigError as error:
+                outcome, why = REFUSED, "; ".join(p.message for p in error.problems)
+            except Exception as error:  # a defect, whatever it is
+                outcome, why = FAILED, _last_line(f"{type(error).__name__}: {error}")
+            yield Outcome(model_type, column, outcome, why)
+
+
+class _Bench:
+    """Attributes:
+    reference: of the plain process, once it has run.
+    """
+
+    def __init__(self, model_type: str, folder: Path) -> None:
+        self.model_type, self.folder = model_type, folder
+        self.small: Small | None = None
+        self.reference: Result | None = None
+
+    def prepare(self) -> None:
+        """The small file, once.
+
+        Raises:
+            ConfigError: one rank can't train it either.
+        """
+        if self.small is None:
+            run = load(_file(self.model_type, self.folder))
+            self.small = make_small(run, self.folder, steps=STEPS, max_ranks=1)
+
+    def judge(self, degrees: dict[str, int]) -> tuple[str, str]:
+        """Raises:
+        ConfigError: refused.
+        """
+        run = self.small.run(*(f"ds4d.parallel.{axis}={n}" for axis, n in degrees.items()))
+        if self.reference is None:
+            self.reference = train_plainly(run)
+        results = Path(tempfile.mkdtemp(dir=self.folder))
+        try:
+            found = train_in_layout(run, results, on_workers)
+        except RanksFailed as error:
+            return FAILED, _last_line(str(error))
+        off = [row for row in compare(found, self.reference) if not row.passed]
+        if not off:
+            return EXACT, ""
+        return WRONG, "; ".join(f"{row.what} {row.where} {row.error:.1e}" for row in off[:4])
+
+
+def _file(model_type: str, folder: Path) -> dict[str, Any]:
+    """As a user would write it, of a model that is small from the beginning."""
+    config = small_config(model_type)
+    config.architectures = None
+    config.save_pretrained(folder / "asked")
+    samples = folder / "asked.jsonl"
+    text = config.get_text_config(decoder=True)
+    packed = attention.supports(config, documents=True) is None
+    length = 64 if model_type in FULL_LENGTH else LENGTH
+    lines = list(_samples(min(text.vocab_size, 250), length, packed, model_type in FULL_LENGTH))
+    samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": ADAMW,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 1},
+        "ds4d": {
+            "model": {"path": str(folder / "asked")},
+            "data": {"seq_len": length, "train": {"type": "tokens", "path": str(samples)}},
+            "parallel": {"dp": 1},
+            "training": {"steps": STEPS},
+        },
+    }
+
+
+def small_config(model_type: str) -> PreTrainedConfig:
+    """Of the type's default config; encoders are made decoders, as ``check`` wants it."""
+    cls = CONFIG_MAPPING[model_type]
+    try:
+        return shrunken(cls(is_decoder=True))
+    except TypeError:
+        return shrunken(cls())
+
+
+def _samples(vocabulary: int, length: int, packed: bool, full: bool) -> Iterator[dict[str, Any]]:
+    draw = random.Random(0)
+    for _ in range(STEPS * BATCH):
+        count = length if full else draw.randint(length // 2, length)
+        ids = [draw.randrange(5, vocabulary) for _ in range(count)]
+        line = {"input_ids": ids}
+        line["labels"] = [-100 if draw.random() < 0.2 else token for token in ids]
+        if packed:
+            line["document_ids"] = sorted(draw.randrange(3) for _ in ids)
+        yield line
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    def ring(*_args: Any) -> None:
+        raise TimeoutError(f"not done in {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
+
+
