@@ -68,9 +68,10 @@ class Blueprint:
         whole_after: the module after which the model takes for granted that its hidden states have
             the shape of its inputs: from there on every rank has all tokens again.
         why_not_scattered: why its residual stream can't be cut along the sequence.
-        query_scale: of (an attention, int64 [s] places of tokens in their row): what it multiplies
-            its queries with, fp32 [s], where it takes the places from the shape of its input, which
-            may be a part of a sequence; None: nothing.
+        query_scale: of (an attention, int64 [s] or [B, s] places of tokens in their document): what
+            it multiplies its queries with, fp32 of that shape, where it takes the places from the
+            shape of its input, which may be several documents, or a part of a sequence; None:
+            nothing.
         why_not: of (config, t): a sentence why it can't be cut so, or None.
     """
 

@@ -37,6 +37,8 @@ from ds4d.config.types import ModelConfig
 BOOKKEEPING = ("model_type", "auto_map", "_name_or_path", "_attn_implementation_autoset")
 # Causal by name only: trained by permutation, or bidirectional.
 LOOKS_AHEAD = ("xlnet", "xlm", "cpmant")
+# They draft for another model, whose keys and values they need.
+DRAFTS = ("gemma4_assistant", "gemma4_unified_assistant")
 _EXAMPLES = re.compile(r"^ *>>> .*$", re.MULTILINE)  # in docstrings: no code of the model
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -87,8 +89,16 @@ def why_not_trainable(config: PreTrainedConfig) -> str | None:
     if "config.is_decoder" in source and "config.is_decoder = True" not in source:
         if not getattr(config, "is_decoder", True):
             return f"{config.model_type} sees later tokens unless is_decoder is true; set it"
+    if getattr(config, "attention_type", None) == "block_sparse" and "sparse" in source:
+        if getattr(config, "is_decoder", False):
+            return (
+                'attention_type: "block_sparse" sees later tokens in long sequences; set '
+                '"original_full"'
+            )
     if config.model_type in LOOKS_AHEAD:
         return f"{config.model_type} is not causal: it sees later tokens"
+    if config.model_type in DRAFTS:
+        return f"{config.model_type} drafts for another model and is none by itself"
     try:
         text = config.get_text_config()
     except ValueError:  # of several models

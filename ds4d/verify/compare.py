@@ -24,6 +24,7 @@ LEAST_PART = 0.02
 # Weights must be off by less than this part of what they have moved, however little that is.
 PART_OF_MOVE = 0.02
 ROUNDING = 3e-7  # of weights in fp32, in a few steps
+NOTHING = 1e-6  # a gradient of less than this part of the whole one's norm is but rounding
 SIGNS = ("lion",)  # optimizers that make a whole step of the sign of a rounding error
 PART_OF_SIGNS = 0.05
 MARGIN = {"all": 1.1, "number": 2.0, "tensor": 3.0}  # of many tensors together; of one
@@ -215,6 +216,8 @@ def _weight_rows(found: Result, exact: Result, optimizer: str) -> list[Row]:
         size = max(float(after.norm()), 1e-30)
         moved = float((after - exact.before[name]).norm()) / size
         allowed = min(EXACT, max(ROUNDING, PART_OF_MOVE * moved))
+        if float(exact.gradients[name].norm()) < NOTHING * exact.grad_norms[0]:
+            allowed = EXACT  # Adam makes small steps of rounding, too
         if optimizer.lower() in SIGNS:
             allowed = max(ROUNDING, PART_OF_SIGNS * moved)
         rows.append(Row("weight", distance(found.after.get(name), after) / size, allowed, name))

@@ -78,11 +78,11 @@ def train_plainly(
                 part = _loss_sum(model, document, run.training) / tokens
             part.backward()
             loss += float(part.detach())
-        gradients = _copies({name: p.grad for name, p in parameters.items()})
+        gradients = {name: _gradient(p) for name, p in parameters.items()}
         norm = get_total_norm(gradients.values())
         found.gradients = found.gradients or _copies(gradients)
         for name, gradient in gradients.items():
-            masters[name].grad = gradient
+            masters[name].grad = gradient if parameters[name].requires_grad else None
         if limit := run.deepspeed.get("gradient_clipping"):
             clip_grads_with_norm_(masters.values(), limit, norm)
         optimizer.step()
@@ -99,14 +99,25 @@ def train_plainly(
 
 def _load(folder: Path, dtype: torch.dtype) -> nn.Module:
     kind = json.loads((folder / "config.json").read_text())["model_type"]
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation=ATTENTION.get(kind, "eager"), dtype=dtype
-    ).train()
+    )
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(model.config)
+    for parameter, of_made in zip(model.parameters(), made.parameters(), strict=True):
+        parameter.requires_grad_(of_made.requires_grad)  # which reading weights has forgotten
+    return model.train()
 
 
-def _copies(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """In fp32."""
-    return {n: t.detach().float().clone() for n, t in tensors.items() if t is not None}
+    return {name: tensor.detach().float().clone() for name, tensor in tensors.items()}
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """In fp32. A weight that the model does not use has zeros, and decays as the others do."""
+    grad = parameter.grad
+    return torch.zeros_like(parameter, dtype=torch.float32) if grad is None else grad.float().clone()
 
 
 def read_steps(run: RunConfig) -> Iterator[list[Document]]:
