@@ -89,12 +89,8 @@ def why_not_trainable(config: PreTrainedConfig) -> str | None:
     if "config.is_decoder" in source and "config.is_decoder = True" not in source:
         if not getattr(config, "is_decoder", True):
             return f"{config.model_type} sees later tokens unless is_decoder is true; set it"
-    if getattr(config, "attention_type", None) == "block_sparse" and "sparse" in source:
-        if getattr(config, "is_decoder", False):
-            return (
-                'attention_type: "block_sparse" sees later tokens in long sequences; set '
-                '"original_full"'
-            )
+    if config.model_type == "big_bird" and config.attention_type == "block_sparse":
+        return 'attention_type: "block_sparse" sees later tokens; set "original_full"'
     if config.model_type in LOOKS_AHEAD:
         return f"{config.model_type} is not causal: it sees later tokens"
     if config.model_type in DRAFTS:

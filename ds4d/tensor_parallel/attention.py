@@ -93,7 +93,7 @@ def patch(block: nn.Module, blueprint: Blueprint, heads: Heads, tp: TensorParall
     for name in blueprint.attention_dropout:
         setattr(block, name, OwnDropout(getattr(block, name), tp))
     block.ds4d_tp = tp
-    if "config.num_" in inspect.getsource(type(block)):
+    if hasattr(block, "config") and "config.num_" in inspect.getsource(type(block)):
         counts = {"num_attention_heads": local, "num_key_value_heads": kv_local}
         block.config = _LocalConfig(block.config, counts)
     if blueprint.per_head_inputs:

@@ -105,13 +105,17 @@ def _cut_layers(model: PreTrainedModel, tp: TensorParallel, memo) -> list[str]:
 
 def _resolve(model: PreTrainedModel, plan) -> Iterator[tuple[str, Style]]:
     """Concrete paths of the plan's patterns."""
-    patterns = [(re.compile(re.escape(p).replace(r"\*", r"\d+")), s) for p, s in plan.items()]
+    patterns = [(_pattern(path), style) for path, style in plan.items()]
     names = [name for name, _ in model.named_modules()]
     names += [name for name, _ in model.named_parameters()]
     for name in names:
         for pattern, style in patterns:
             if pattern.fullmatch(name):
                 yield name, style
+
+
+def _pattern(path: str) -> re.Pattern:
+    return re.compile(re.escape(path).replace(r"\*\*", ".+").replace(r"\*", r"\d+"))
 
 
 # -- blocks ---------------------------------------------------------------------------------------
@@ -125,8 +129,9 @@ def _find_blocks(cut: _Model) -> list[str]:
     """Paths of the modules at whose input the sequence is whole and gradients are summed.
 
     The parent of column-parallel layers and of a row-parallel one, whose outputs are summed; or,
-    with experts, the module that holds them and all beside them. A parent that holds other blocks
-    (a decoder layer) is none: its own layers are loose, each a block of its own.
+    with experts, the module that holds them and all beside them; or an attention whose row-parallel
+    layer stands elsewhere, and is loose. A parent that holds other blocks (a decoder layer) is none:
+    its own layers are loose, each a block of its own.
     """
     sparse = {_parent(p) for p, style in cut.styles.items() if style == "experts"}
     columns, rows = (
@@ -135,9 +140,16 @@ def _find_blocks(cut: _Model) -> list[str]:
     )
     parents = columns & rows
     parents.discard("")
+    parents |= {p for p in columns - parents if _is_lone_attention(cut, p, parents)}
     inner = {p for p in parents if any(p.startswith(f"{s}.") for s in sparse)}
     found = sorted(sparse | parents - inner)
     return [p for p in found if not any(other.startswith(f"{p}.") for other in found)]
+
+
+def _is_lone_attention(cut: _Model, path: str, blocks: set[str]) -> bool:
+    near = any(f"{path}.".startswith(f"{p}.") or p.startswith(f"{path}.") for p in blocks)
+    heads = attention.heads_of(cut.model, cut.blueprint, cut.module(path), cut.tp)
+    return not near and heads is not None
 
 
 def _loose(cut: _Model, blocks: list[str]) -> list[str]:
@@ -195,7 +207,11 @@ class _Passage:
         x = args[0] if args else kwargs[named]
         whole = enter(x, self.tp, early=self.early)
         self.shape = whole.shape
-        return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, named: whole})
+
+        def entered(value):  # queries, keys and values may each be given
+            return whole if value is x else value
+
+        return tuple(map(entered, args)), {name: entered(v) for name, v in kwargs.items()}
 
     def leave(self, _module: nn.Module, _args: tuple, output):
         """Some blocks return their tokens in one row, [B * S, E]; they are put back into rows,
