@@ -5,7 +5,7 @@ from ds4d.models.blueprint import Blueprint
 BLUEPRINT = Blueprint(
     model_types=(
         "bart", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "marian", "mbart",
-        "mvp", "pegasus", "plbart", "trocr", "whisper", "xglm",
+        "mvp", "pegasus", "plbart", "whisper", "xglm",
     ),
     plan={
         "**.layers.*.self_attn.q_proj": "colwise",

@@ -52,6 +52,7 @@ _SHARED_MLP = re.compile(r"shared_(experts?|mlp)")
 _OF_MLP: dict[str, Style] = {
     "gate_proj": "colwise",
     "up_proj": "colwise",
+    "gate_up_proj": "packed_colwise",
     "down_proj": "rowwise",
 }
 
@@ -104,6 +105,8 @@ def _transformers_plan(model: PreTrainedModel, *, skip: Plan) -> dict[str, Style
             continue
         if pattern in parameters:
             style = _OF_PARAMETERS.get((word, parameters[pattern]))
+            if style == Cut(1) and "gate_up" in pattern:
+                style = Cut(1, blocks=2)  # whatever the plan says, the model takes its two halves
         elif pattern in modules:
             style = _OF_MODULES.get(word)
         else:

@@ -1,9 +1,9 @@
-"""GPT-2 and GPT-1: Conv1D, [q | k | v] in one, learned positions."""
+"""GPT-2: Conv1D, [q | k | v] in one, learned positions."""
 
 from ds4d.models.blueprint import Blueprint
 
 BLUEPRINT = Blueprint(
-    model_types=("gpt2", "openai-gpt"),
+    model_types=("gpt2",),
     plan={
         "transformer.h.*.attn.c_attn": "qkv_colwise",
         "transformer.h.*.attn.c_proj": "rowwise",
@@ -13,8 +13,6 @@ BLUEPRINT = Blueprint(
     divided=("split_size",),
     whole_after="transformer.ln_f",
     why_not=lambda config, tp: (
-        "add_cross_attention: only self-attention is cut"
-        if getattr(config, "add_cross_attention", False)
-        else None
+        "add_cross_attention: only self-attention is cut" if config.add_cross_attention else None
     ),
 )

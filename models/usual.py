@@ -6,7 +6,7 @@ Where only some layers have attention, the others (states, convolutions) stay wh
 from ds4d.models.blueprint import Blueprint
 
 BLUEPRINT = Blueprint(
-    model_types=("bamba", "hunyuan_v1_dense", "lfm2"),
+    model_types=("bamba", "emu3_text_model", "hunyuan_v1_dense", "lfm2"),
     plan={
         "model.layers.*.self_attn.q_proj": "colwise",
         "model.layers.*.self_attn.k_proj": "colwise",

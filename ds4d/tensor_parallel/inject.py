@@ -73,7 +73,9 @@ def inject(model: PreTrainedModel, tp: TensorParallel) -> None:
     blocks: list[str] = []
     if tp.size > 1:
         blocks = _cut_layers(model, tp, memo)
-        shard_embedding(model.get_input_embeddings(), tp, memo)
+        embedding = model.get_input_embeddings()
+        shard_embedding(embedding, tp, memo)
+        _mark_partial(embedding)  # a norm in it sees each rank's rows
     install_head(model, tp, memo)
     sequence.install(model, tp)
     if tp.sequence_parallel:
@@ -99,7 +101,8 @@ def _cut_layers(model: PreTrainedModel, tp: TensorParallel, memo) -> list[str]:
         _cut_block(cut, path)
     for path in _loose(cut, blocks):
         _replace_linear(cut, path, None, loose=True)
-    _mark_partial(cut, blocks)
+    for path in blocks:
+        _mark_partial(cut.module(path))
     return blocks
 
 
@@ -170,6 +173,8 @@ def _cut_block(cut: _Model, path: str) -> None:
     inside = {p: s for p, s in cut.styles.items() if p.startswith(f"{path}.")}
     sparse = "experts" in inside.values()
     heads = attention.heads_of(cut.model, cut.blueprint, block, tp)
+    if {style for style in inside.values() if style in COLUMNS} == {"colwise_gather_output"}:
+        heads = None  # they are put together again
     if heads is not None:
         attention.check_heads(cut.name, heads, tp.size)
     for child, style in inside.items():
@@ -394,11 +399,10 @@ def _check_whole_beside_experts(cut: _Model, path: str, inside: dict[str, Style]
             )
 
 
-def _mark_partial(cut: _Model, blocks: list[str]) -> None:
+def _mark_partial(block: nn.Module) -> None:
     """Whole parameters inside blocks have partial gradients; the bias of an exit has not."""
-    for path in blocks:
-        for module in cut.module(path).modules():
-            for name, param in module.named_parameters(recurse=False):
-                is_exit_bias = isinstance(module, RowLinear) and module.exits and name == "bias"
-                if not hasattr(param, "tp_shard") and not is_exit_bias:
-                    param.tp_partial = True
+    for module in block.modules():
+        for name, param in module.named_parameters(recurse=False):
+            is_exit_bias = isinstance(module, RowLinear) and module.exits and name == "bias"
+            if not hasattr(param, "tp_shard") and not is_exit_bias:
+                param.tp_partial = True

@@ -68,3 +68,4 @@ def save_random(config: PreTrainedConfig, folder: Path, *, dtype: torch.dtype) -
                 value = torch.where(parameter == 0, 0.1 * noise, parameter * (1 + 0.1 * noise))
             parameter.copy_(value.to(dtype))
     model.save_pretrained(folder)
+    config.save_pretrained(folder)  # of the whole model, where it has taken its text's alone

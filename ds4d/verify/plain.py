@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds4d.attention.documents import PADDING
 from ds4d.config.types import RunConfig, TrainingConfig
@@ -103,7 +103,7 @@ def _load(folder: Path, dtype: torch.dtype) -> nn.Module:
         folder, attn_implementation=ATTENTION.get(kind, "eager"), dtype=dtype
     )
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(model.config)
+        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     for parameter, of_made in zip(model.parameters(), made.parameters(), strict=True):
         parameter.requires_grad_(of_made.requires_grad)  # which reading weights has forgotten
     return model.train()
