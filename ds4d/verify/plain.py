@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -106,6 +107,9 @@ def _load(folder: Path, dtype: torch.dtype) -> nn.Module:
         made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     for parameter, of_made in zip(model.parameters(), made.parameters(), strict=True):
         parameter.requires_grad_(of_made.requires_grad)  # which reading weights has forgotten
+    if dtype == torch.float64:
+        with suppress(ValueError):  # raised where there are no experts
+            model.set_experts_implementation("eager")  # grouped products have no fp64
     return model.train()
 
 

@@ -24,10 +24,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ds4d import attention
 from ds4d.config.errors import ConfigError
 from ds4d.config.load import load
+from ds4d.config.types import RunConfig
 from ds4d.model.shrink import shrunken
-from ds4d.verify.compare import compare
-from ds4d.verify.plain import Result, train_plainly
-from ds4d.verify.ranks import RanksFailed, train_in_layout
+from ds4d.verify.ranks import RanksFailed
+from ds4d.verify.run import Bench
 from ds4d.verify.small import Small, make_small
 from tests.verify_runs import on_workers
 
@@ -74,12 +74,12 @@ def try_type(
     seconds: that each column may take.
     """
     with tempfile.TemporaryDirectory(prefix="ds4d-zoo-") as folder:
-        bench = _Bench(model_type, Path(folder))
+        tried = _Type(model_type, Path(folder))
         for column in columns:
             try:
                 with _at_most(seconds):
-                    bench.prepare()
-                    outcome, why = bench.judge(COLUMNS[column])
+                    tried.prepare()
+                    outcome, why = tried.judge(COLUMNS[column])
             except ConfigError as error:
                 outcome, why = REFUSED, "; ".join(p.message for p in error.problems)
             except Exception as error:  # a defect, whatever it is
@@ -87,15 +87,14 @@ def try_type(
             yield Outcome(model_type, column, outcome, why)
 
 
-class _Bench:
-    """Attributes:
-    reference: of the plain process, once it has run.
-    """
+class _Type:
+    """One type: its small file, what trains it, and what a rank has raised."""
 
-    def __init__(self, model_type: str, folder: Path) -> None:
-        self.model_type, self.folder = model_type, folder
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
         self.small: Small | None = None
-        self.reference: Result | None = None
+        self.bench: Bench | None = None
+        self.raised = ""
 
     def prepare(self) -> None:
         """The small file, once.
@@ -104,7 +103,7 @@ class _Bench:
             ConfigError: one rank can't train it either.
         """
         if self.small is None:
-            run = load(_file(self.model_type, self.folder))
+            run = load(_file(self.name, self.folder))
             self.small = make_small(run, self.folder, steps=STEPS, max_ranks=1)
 
     def judge(self, degrees: dict[str, int]) -> tuple[str, str]:
@@ -112,17 +111,22 @@ class _Bench:
         ConfigError: refused.
         """
         run = self.small.run(*(f"ds4d.parallel.{axis}={n}" for axis, n in degrees.items()))
-        if self.reference is None:
-            self.reference = train_plainly(run)
-        results = Path(tempfile.mkdtemp(dir=self.folder))
-        try:
-            found = train_in_layout(run, results, on_workers)
-        except RanksFailed as error:
-            return FAILED, _last_line(str(error))
-        off = [row for row in compare(found, self.reference) if not row.passed]
+        self.bench = self.bench or Bench(self.small, self._call)
+        self.raised = ""
+        judged = self.bench.judge(run)
+        if self.raised:
+            return FAILED, self.raised
+        off = [row for row in judged.rows if not row.passed]
         if not off:
             return EXACT, ""
         return WRONG, "; ".join(f"{row.what} {row.where} {row.error:.1e}" for row in off[:4])
+
+    def _call(self, run: RunConfig, results: Path) -> None:
+        try:
+            on_workers(run, results)
+        except RanksFailed as error:
+            self.raised = _last_line(str(error))
+            raise
 
 
 def _file(model_type: str, folder: Path) -> dict[str, Any]:
