@@ -74,8 +74,10 @@ def attention(
         documents = context.documents
     elif documents is not None:
         _check_documents(documents, query.shape[0], *lengths)
-    places = None if context is None else context.cut.places
-    query = scaled_by_document(module, query, documents, places)
+    if context is None:
+        query = scaled_by_document(module, query, documents, None)
+    else:
+        query = scaled_by_document(module, query, context.cut.documents, context.cut.places)
     if attention_mask is None:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         visible = _unmasked(num_queries, num_keys, is_causal, sliding_window, documents)
