@@ -49,7 +49,6 @@ ADAMW = {
 }
 # What a causal model of the type has that the default config has not.
 CAUSAL = {"big_bird": {"attention_type": "original_full"}}
-FULL_LENGTH = ("reformer",)  # trains on as many tokens as its table has positions
 LONGEST_SECONDS = 120
 
 
@@ -138,9 +137,7 @@ def _file(model_type: str, folder: Path) -> dict[str, Any]:
         model = {"path": str(folder / "asked")}
         packed = attention.supports(config, documents=True) is None
     samples = folder / "asked.jsonl"
-    length = 64 if model_type in FULL_LENGTH else LENGTH
-    lines = _samples(length, packed=packed, full=model_type in FULL_LENGTH)
-    samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    samples.write_text("".join(json.dumps(line) + "\n" for line in _samples(packed)))
     return {
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": 1,
@@ -149,7 +146,7 @@ def _file(model_type: str, folder: Path) -> dict[str, Any]:
         "zero_optimization": {"stage": 1},
         "ds4d": {
             "model": model,
-            "data": {"seq_len": length, "train": {"type": "tokens", "path": str(samples)}},
+            "data": {"seq_len": LENGTH, "train": {"type": "tokens", "path": str(samples)}},
             "parallel": {"dp": 1},
             "training": {"steps": STEPS},
         },
@@ -169,11 +166,11 @@ def small_config(model_type: str) -> PreTrainedConfig | None:
         return None
 
 
-def _samples(length: int, *, packed: bool, full: bool) -> Iterator[dict[str, Any]]:
+def _samples(packed: bool) -> Iterator[dict[str, Any]]:
+    """Of many lengths, some of whose tokens are no targets; packed: of several documents."""
     draw = random.Random(0)
     for _ in range(STEPS * BATCH):
-        count = length if full else draw.randint(length // 2, length)
-        ids = [draw.randrange(5, VOCABULARY) for _ in range(count)]
+        ids = [draw.randrange(5, VOCABULARY) for _ in range(draw.randint(LENGTH // 2, LENGTH))]
         line = {"input_ids": ids}
         line["labels"] = [-100 if draw.random() < 0.2 else token for token in ids]
         if packed:
