@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from transformers.utils import logging
 
 from ds4d.data.progress import Bar
 from tests import harness
@@ -38,6 +39,8 @@ def main() -> int:
     found = {} if args.again else _known(args.results)
     args.results.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
+    logging.disable_progress_bar()  # transformers', of files of some kilobytes
+    logging.set_verbosity_error()
     total = len(types) * len(columns)
     with Bar("zoo", total, show=not args.json) as bar, args.results.open("a") as file:
         for name in types:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -22,6 +23,12 @@ is refused by `ds4d check` before anything starts, with the sentence that stands
 
 """
 
+# What differs from type to type in sentences that say the same.
+_OF_TYPE = {
+    r"\bmodel_type \S+": "model_type T",
+    r"\b[A-Z]\w*(ForCausalLM|LMHeadModel|ForConditionalGeneration|DecoderWrapper)\b": "model_type T",
+    r"off by \S+\)": "off by far)",
+}
 Table = Mapping[tuple[str, str], Outcome]
 
 
@@ -49,6 +56,17 @@ def page(outcomes: Sequence[Outcome]) -> str:
     return head + summary + "\n".join([*lines, *foot]) + "\n"
 
 
+def read(page: str) -> dict[tuple[str, str], str]:
+    """The outcome of each type in each column of a page."""
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
+    header, _, _, *types = rows
+    return {
+        (name, column): cell.partition(" ")[0]
+        for name, *cells in types
+        for column, cell in zip(header, cells, strict=True)
+    }
+
+
 def _numbered(outcomes: Sequence[Outcome]) -> dict[str, int]:
     """Reasons by how many cells they hold, the most frequent first."""
     count = Counter(reason_of(o) for o in outcomes if o.outcome == REFUSED)
@@ -57,7 +75,10 @@ def _numbered(outcomes: Sequence[Outcome]) -> dict[str, int]:
 
 def reason_of(outcome: Outcome) -> str:
     """The same for all types that it holds for."""
-    return outcome.why.replace(f"model_type {outcome.type}", "model_type T")
+    why = outcome.why.removeprefix("2: ").replace(f"this {outcome.type}", "this T")
+    for pattern, general in _OF_TYPE.items():
+        why = re.sub(pattern, general, why)
+    return why
 
 
 def _cell(outcome: Outcome | None, reasons: Mapping[str, int]) -> str:
