@@ -3,8 +3,8 @@
 Letters: E hidden size, H heads, K key/value heads, D head dim, F inner size, V vocabulary, t ranks.
 
 A *plan* gives a style to paths of modules or parameters of the causal language model, with ``*``
-for every number ("model.layers.*.mlp.up_proj") and ``**`` for any beginning. The styles are transformers' own (its
-``base_model_tp_plan``), and a few that its plans have no word for:
+for every number ("model.layers.*.mlp.up_proj") and ``**`` for any beginning. The styles are
+transformers' own (its ``base_model_tp_plan``), and a few that its plans have no word for:
 
     colwise                 output features, one equal stretch a rank (heads stay whole)
     colwise_gather_output   the same, put together again behind it

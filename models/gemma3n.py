@@ -1,5 +1,5 @@
-"""Gemma 3n: gates are cut off by the mean and deviation of all of a token's, so they are put together
-again, where transformers' plan leaves each rank its own."""
+"""Gemma 3n: gates are cut off by the mean and deviation of all of a token's, so they are put
+together again, where transformers' plan leaves each rank its own."""
 
 from ds4d.models.blueprint import Blueprint
 
