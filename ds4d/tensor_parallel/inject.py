@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -30,9 +29,9 @@ from ds4d.models.blueprint import Blueprint, Cut, Style
 from ds4d.models.derive import HOW_TO_ADD, blueprint_of, plan_of
 from ds4d.tensor_parallel import arrange, attention, sequence
 from ds4d.tensor_parallel.arrange import Heads
-from ds4d.tensor_parallel.blocks import enter
-from ds4d.tensor_parallel.layers import ColumnLinear, ParallelLinear, RowLinear, leave
+from ds4d.tensor_parallel.layers import ColumnLinear, ParallelLinear, RowLinear
 from ds4d.tensor_parallel.norm import NormOverHeads
+from ds4d.tensor_parallel.passage import Passage
 from ds4d.tensor_parallel.shard import Shard, even, local_parameter, packed
 from ds4d.tensor_parallel.state import TensorParallel
 from ds4d.tensor_parallel.vocab import install_head, shard_embedding
@@ -192,39 +191,11 @@ def _cut_block(cut: _Model, path: str) -> None:
     early = not sparse and not any(
         isinstance(m, nn.Linear | Conv1D) for m in block.modules()
     )
-    passage = _Passage(tp, early)
+    passage = Passage(tp, early)
     block.register_forward_pre_hook(passage.enter, with_kwargs=True)
     if sparse:
         _check_whole_beside_experts(cut, path, inside)
         block.register_forward_hook(passage.leave)
-
-
-@dataclass
-class _Passage:
-    """Into a block and, with experts, out of it, as hooks."""
-
-    tp: TensorParallel
-    early: bool
-    shape: torch.Size | None = None  # [B, S, E], between the two
-
-    def enter(self, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        named = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs), "")
-        x = args[0] if args else kwargs[named]
-        whole = enter(x, self.tp, early=self.early)
-        self.shape = whole.shape
-
-        def entered(value):  # queries, keys and values may each be given
-            return whole if value is x else value
-
-        return tuple(map(entered, args)), {name: entered(v) for name, v in kwargs.items()}
-
-    def leave(self, _module: nn.Module, _args: tuple, output):
-        """Some blocks return their tokens in one row, [B * S, E]; they are put back into rows,
-        for each rank has its stretch of every row."""
-        y = output[0] if isinstance(output, tuple) else output
-        out = leave(y.reshape(self.shape), self.tp)
-        out = out if y.dim() == 3 else out.flatten(0, 1)
-        return (out, *output[1:]) if isinstance(output, tuple) else out
 
 
 # -- parameters -----------------------------------------------------------------------------------
