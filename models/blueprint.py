@@ -3,8 +3,8 @@
 Letters: E hidden size, H heads, K key/value heads, D head dim, F inner size, V vocabulary, t ranks.
 
 A *plan* gives a style to paths of modules or parameters of the causal language model, with ``*``
-for every number ("model.layers.*.mlp.up_proj"). The styles are transformers' own (its
-``base_model_tp_plan``), and a few that its plans have no word for:
+for every number ("model.layers.*.mlp.up_proj") and ``**`` for any beginning. The styles are
+transformers' own (its ``base_model_tp_plan``), and a few that its plans have no word for:
 
     colwise                 output features, one equal stretch a rank (heads stay whole)
     colwise_gather_output   the same, put together again behind it
@@ -68,9 +68,10 @@ class Blueprint:
         whole_after: the module after which the model takes for granted that its hidden states have
             the shape of its inputs: from there on every rank has all tokens again.
         why_not_scattered: why its residual stream can't be cut along the sequence.
-        query_scale: of (an attention, int64 [s] places of tokens in their row): what it multiplies
-            its queries with, fp32 [s], where it takes the places from the shape of its input, which
-            may be a part of a sequence; None: nothing.
+        query_scale: of (an attention, int64 [s] or [B, s] places of tokens in their document): what
+            it multiplies its queries with, fp32 of that shape, where it takes the places from the
+            shape of its input, which may be several documents, or a part of a sequence; None:
+            nothing.
         why_not: of (config, t): a sentence why it can't be cut so, or None.
     """
 

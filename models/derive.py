@@ -8,6 +8,7 @@ import re
 from functools import lru_cache
 
 from ds4d.models.blueprint import Blueprint, Cut, Plan, Style
+from torch import nn
 from transformers import PreTrainedModel
 
 HOW_TO_ADD = (
@@ -44,6 +45,18 @@ _OF_PARAMETERS: dict[tuple[str, int], Style] = {
 }
 
 
+# What stands beside experts, by name, where transformers' plan does not say it: routers, and an MLP
+# that all tokens share.
+_ROUTERS = ("gate", "router")
+_SHARED_MLP = re.compile(r"shared_(experts?|mlp)")
+_OF_MLP: dict[str, Style] = {
+    "gate_proj": "colwise",
+    "up_proj": "colwise",
+    "gate_up_proj": "packed_colwise",
+    "down_proj": "rowwise",
+}
+
+
 @lru_cache(maxsize=None)
 def families() -> dict[str, Blueprint]:
     """Every family file's blueprint, by model type."""
@@ -71,6 +84,7 @@ def plan_of(model: PreTrainedModel) -> dict[str, Style]:
     model_type = model.config.model_type
     family = blueprint_of(model_type).plan
     plan = _transformers_plan(model, skip=family)
+    plan = _beside_experts(model, plan) | plan
     for pattern, style in family.items():
         plan[pattern] = style(model.config) if callable(style) else style
     sharding = [style for style in plan.values() if style not in ("replicate", "vocabulary")]
@@ -91,6 +105,8 @@ def _transformers_plan(model: PreTrainedModel, *, skip: Plan) -> dict[str, Style
             continue
         if pattern in parameters:
             style = _OF_PARAMETERS.get((word, parameters[pattern]))
+            if style == Cut(1) and "gate_up" in pattern:
+                style = Cut(1, blocks=2)  # whatever the plan says, the model takes its two halves
         elif pattern in modules:
             style = _OF_MODULES.get(word)
         else:
@@ -102,6 +118,22 @@ def _transformers_plan(model: PreTrainedModel, *, skip: Plan) -> dict[str, Style
             )
         plan[pattern] = style
     return plan
+
+
+def _beside_experts(model: PreTrainedModel, plan: Plan) -> dict[str, Style]:
+    found: dict[str, Style] = {}
+    sparse = {p.rpartition(".")[0] for p, style in plan.items() if style == "experts"}
+    for path, module in model.named_modules():
+        parent, _, name = _wildcard(path).rpartition(".")
+        if parent not in sparse:
+            continue
+        if name in _ROUTERS:
+            found[f"{parent}.{name}"] = "replicate"
+        elif _SHARED_MLP.fullmatch(name):
+            linear = [n for n, m in module.named_modules() if isinstance(m, nn.Linear)]
+            if set(linear) <= set(_OF_MLP):
+                found |= {f"{parent}.{name}.{n}": _OF_MLP[n] for n in linear}
+    return found
 
 
 def _wildcard(path: str) -> str:

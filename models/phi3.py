@@ -4,7 +4,7 @@ which is right too, but then every rank computes the whole attention."""
 from ds4d.models.blueprint import Blueprint
 
 BLUEPRINT = Blueprint(
-    model_types=("phi3",),
+    model_types=("phi3", "phi4_multimodal"),
     plan={
         "model.layers.*.self_attn.qkv_proj": "qkv_colwise",
         "model.layers.*.self_attn.o_proj": "rowwise",

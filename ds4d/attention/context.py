@@ -6,7 +6,6 @@ head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -24,7 +23,6 @@ from ds4d.attention.pairs import Seen
 from ds4d.attention.ring import Gathered, Ring
 from ds4d.attention.support import packs_by_positions
 from ds4d.context_parallel import Cut
-from ds4d.models.derive import blueprint_of
 
 W = TypeVar("W", Ring, Gathered)
 
@@ -54,16 +52,6 @@ class Context:
     def documents(self) -> Documents | None:
         """Of the whole sequences."""
         return self.cut.packed if self.parallel.packs_by_positions else self.cut.documents
-
-    def scaled(self, attention: nn.Module, query: Tensor) -> Tensor:
-        """A query [B, H, s, D] that its model scaled by where tokens stand on this rank, scaled by
-        where they stand in their row."""
-        scale = getattr(attention, "ds4d_query_scale", None)
-        if scale is None:
-            return query
-        places = self.cut.places
-        ratio = scale(attention, places) / scale(attention, torch.arange(len(places)).to(places))
-        return (query * ratio[:, None]).to(query.dtype)
 
     def attend(self, call: Call) -> Tensor:
         """Args:
@@ -120,8 +108,6 @@ def install(model: PreTrainedModel, parallel: ContextParallel) -> None:
     model.base_model.register_forward_pre_hook(forward.begin, with_kwargs=True)
     model.base_model.register_forward_hook(forward.end, always_call=True)
     for name, module in model.named_modules():
-        if (scale := _query_scale(module)) is not None:
-            module.ds4d_query_scale = scale
         if _follows_length(module):
             if any(part.isdigit() for part in name.split(".")):  # recomputed when that is gone
                 raise ValueError(
@@ -130,15 +116,6 @@ def install(model: PreTrainedModel, parallel: ContextParallel) -> None:
                 )
             module.register_forward_pre_hook(forward.append, with_kwargs=True)
             module.register_forward_hook(forward.remove)
-
-
-def _query_scale(module: nn.Module) -> Callable[[nn.Module, Tensor], Tensor] | None:
-    """Of an attention of a family that has one."""
-    config = getattr(module, "config", None)
-    is_attention = hasattr(module, "layer_idx") and hasattr(module, "scaling")
-    if not is_attention or config is None:
-        return None
-    return blueprint_of(config.model_type).query_scale
 
 
 def _follows_length(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from ds4d.attention.context import Context
 from ds4d.attention.documents import Documents
 from ds4d.attention.kernels import Call, attend
 from ds4d.attention.mask import LazyMask
+from ds4d.attention.query_scale import scaled_by_document
 from ds4d.attention.visible import Visible, cut_mask
 from ds4d.tensor_parallel.dropout import own_dropout
 from ds4d.tensor_parallel.state import TensorParallel
@@ -69,11 +70,14 @@ def attention(
     num_queries, num_keys = lengths = query.shape[2], key.shape[2]
     context = getattr(attention_mask, "context", None) if context is None else context
     if context is not None:
-        query = context.scaled(module, query)
         num_queries = num_keys = context.cut.length
         documents = context.documents
     elif documents is not None:
         _check_documents(documents, query.shape[0], *lengths)
+    if context is None:
+        query = scaled_by_document(module, query, documents, None)
+    else:
+        query = scaled_by_document(module, query, context.cut.documents, context.cut.places)
     if attention_mask is None:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         visible = _unmasked(num_queries, num_keys, is_causal, sliding_window, documents)
@@ -139,6 +143,11 @@ def _given(
         raise ValueError(
             f"an attention mask of shape {list(mask.shape)} reached ds4d's attention, which takes "
             f"[batch or 1, heads or 1, {num_queries} queries, {num_keys} keys]"
+        )
+    if mask.requires_grad:
+        raise ValueError(
+            "this model learns its attention mask, which ds4d's attention does not; build it with "
+            'attn_implementation="sdpa"'
         )
     mask = mask[..., :num_keys].expand(-1, -1, num_queries, -1)
     return Visible(

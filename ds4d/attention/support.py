@@ -39,7 +39,9 @@ def implementation_for(config: PretrainedConfig) -> str:
     if supports(config, documents=False) is None:
         return NAME
     cls = _model_class(config)
-    return "sdpa" if cls is not None and cls._supports_sdpa else "eager"
+    if cls is None or not cls._supports_sdpa or _learns_mask(cls, _source(cls)):
+        return "eager"  # for "sdpa" transformers leaves out a mask that is only causal
+    return "sdpa"
 
 
 def packs_by_positions(cls: type[PreTrainedModel]) -> bool:
@@ -64,7 +66,8 @@ def _source(cls: type) -> str:
 
 
 def _has_own_attention(cls: type[PreTrainedModel], source: str) -> bool:
-    return not cls._can_set_attn_implementation() or "ALL_ATTENTION_FUNCTIONS" not in source
+    through_interface = "ALL_ATTENTION_FUNCTIONS" in source and "ATTENTION_CLASSES[" not in source
+    return not cls._can_set_attn_implementation() or not through_interface
 
 
 def _has_own_masks(cls: type[PreTrainedModel], source: str) -> bool:
@@ -73,6 +76,14 @@ def _has_own_masks(cls: type[PreTrainedModel], source: str) -> bool:
 
 def _picks_keys(cls: type[PreTrainedModel], source: str) -> bool:
     return _PICKED_KEYS.search(source) is not None
+
+
+def _learns_mask(cls: type[PreTrainedModel], source: str) -> bool:
+    return "prepare_dynamic_mask" in source
+
+
+def _joins_tokens(cls: type[PreTrainedModel], source: str) -> bool:
+    return _JOINED_TOKENS.search(source) is not None
 
 
 def _has_state(cls: type[PreTrainedModel], source: str) -> bool:
@@ -85,12 +96,15 @@ def _has_fixed_positions(cls: type[PreTrainedModel], source: str) -> bool:
 
 # A mask for transformers' own implementations, and a list of keys for all others.
 _PICKED_KEYS = re.compile(r"_attn_implementation in \(\"eager\", \"sdpa\"\)")
+_JOINED_TOKENS = re.compile(r"\bcompress_rates?\b|\bpatch_lengths\b")
 
 # (even without documents, what is looked for in the class and its module, the sentence about it)
 _REASONS = (
     (True, _has_own_attention, "has its own attention code instead of transformers' interface"),
     (True, _has_own_masks, "builds its attention masks itself"),
     (True, _picks_keys, "picks the keys that each query sees itself"),
+    (True, _learns_mask, "learns its attention masks"),
+    (True, _joins_tokens, "has queries that see several tokens joined in one"),
     (
         False,
         _has_state,

@@ -36,8 +36,18 @@ from ds4d.router_trial import why_not_balanced
 
 # Kept by save_pretrained in every config.json; they say nothing about the model's shape.
 BOOKKEEPING = ("model_type", "auto_map", "_name_or_path", "_attn_implementation_autoset")
-# Causal by name only: trained by permutation, or bidirectional.
-LOOKS_AHEAD = ("xlnet", "xlm", "cpmant")
+_LOOKS_AHEAD = "is not causal: it sees later tokens"
+_DRAFTS = "drafts for another model, whose keys and values it needs"
+# Types whose loss on a row of tokens no other process would have.
+NOT_TRAINED = {
+    "xlnet": _LOOKS_AHEAD,  # trained by permutation
+    "xlm": _LOOKS_AHEAD,
+    "cpmant": _LOOKS_AHEAD,
+    "gemma4_assistant": _DRAFTS,
+    "gemma4_unified_assistant": _DRAFTS,
+    "prophetnet": "gives a token other logits where more tokens follow, padding too",
+    "reformer": "looks at keys that it draws at random, anew in each pass",
+}
 _EXAMPLES = re.compile(r"^ *>>> .*$", re.MULTILINE)  # in docstrings: no code of the model
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -88,8 +98,10 @@ def why_not_trainable(config: PreTrainedConfig) -> str | None:
     if "config.is_decoder" in source and "config.is_decoder = True" not in source:
         if not getattr(config, "is_decoder", True):
             return f"{config.model_type} sees later tokens unless is_decoder is true; set it"
-    if config.model_type in LOOKS_AHEAD:
-        return f"{config.model_type} is not causal: it sees later tokens"
+    if config.model_type == "big_bird" and config.attention_type == "block_sparse":
+        return 'attention_type: "block_sparse" sees later tokens; set "original_full"'
+    if config.model_type in NOT_TRAINED:
+        return f"{config.model_type} {NOT_TRAINED[config.model_type]}"
     try:
         text = config.get_text_config()
     except ValueError:  # of several models

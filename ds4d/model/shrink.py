@@ -38,7 +38,6 @@ HEADS = (
     ("decoder_attention_heads", None),
     ("num_encoder_attention_heads", None),
     ("num_decoder_attention_heads", None),
-    ("index_n_heads", None),
     ("indexer_n_heads", "indexer_kv_heads"),
     ("linear_num_value_heads", "linear_num_key_heads"),
     ("linear_num_heads", None),
@@ -49,7 +48,9 @@ HEADS = (
     ("heads_per_ngram", None),
 )
 SHARED = ("num_key_value_heads", "num_kv_heads", "num_query_groups", "kv_n_heads")
-UNLIKE_QUERIES = ("index_n_heads",)  # ds4d tells by the number what belongs to which
+# Of an indexer: another number than the queries', for ds4d tells by it what belongs to which; and
+# not so few that keys score nothing with all of them, for which of those are taken is by chance.
+INDEX_HEADS = 16
 HEADS_OF_LAYER = "num_attention_heads_per_layer"
 # total, count, size: where total = count x size, it stays so.
 PRODUCTS = (
@@ -85,10 +86,11 @@ VOCABULARIES = re.compile(r".*vocab_size.*|.*hash_byte_group_vocab")
 NO_VOCABULARY = re.compile(r"type_vocab_size|task_type_vocab_size|make_.*")
 CAPS = (
     # at most this much of what
-    (8, r".*sliding_window|sliding_window_size|.*window_size|.*window_len|local_attention"),
+    (8, r".*sliding_window|sliding_window_size|(?!keep_).*window_size|.*window_len|local_attention"),
     (16, r"compress_rates|attention_chunk_size|(mamba_)?chunk_size"),
     (16, r"floor_scale|log_scaling_n_floor"),
-    (8, r"keep_window_size|index_topk|indexer_budget|rel_extent|index_block_size"),
+    (64, r"keep_window_size"),  # the same tokens would be alike, and which of them stay by chance
+    (8, r"index_topk|indexer_budget|rel_extent|index_block_size"),
     (2, r"index_topk_blocks|zero_expert_num|num_shared_experts|n_shared_experts"),
     (4, r"block_size|o_groups"),
     (8, r".*attn_chunk_length"),
@@ -318,10 +320,12 @@ def _keep_relations(
     for heads, shared in HEADS:
         if many := _get(config, heads):
             few, few_shared = _few_heads(many, shared and _get(config, shared), sizes.ranks)
-            alike = few == queries and many != sizes.heads[0]
-            put(heads, few + 1 if alike and heads in UNLIKE_QUERIES else few)
+            put(heads, few)
             if shared and _get(config, shared):
                 put(shared, few_shared)
+    if many := _get(config, "index_n_heads"):
+        few = min(many, INDEX_HEADS)
+        put("index_n_heads", few + 1 if few == queries and many != sizes.heads[0] else few)
     _fill_in(config, fields, small, sizes)
     now = _Both(config, small)
     for total, count, size in PRODUCTS:

@@ -13,7 +13,6 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,14 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.initialization import no_init_weights
 from transformers.utils import ModelOutput
 
 from ds4d import attention
+from ds4d.model.meta import meta_model
 from ds4d.pipeline.stack import layer_stack
 
 NO_ATTENTION = "ds4d_probe"  # only shapes matter
@@ -91,16 +89,32 @@ def fake_model(config: PreTrainedConfig) -> Iterator[PreTrainedModel]:
         ValueError: a ``Refusal``, or whatever its own code has made of what was tried.
     """
     try:
-        with FakeTensorMode(), no_init_weights(), _quiet():
-            yield AutoModelForCausalLM.from_config(
-                deepcopy(config), dtype=DTYPE, attn_implementation=_implementation(config)
-            )
+        model = meta_model(config, dtype=DTYPE, attn_implementation=_implementation(config))
+        with FakeTensorMode(), _quiet():
+            _become_fake(model)
+            yield model
     except Refusal as refusal:
         raise ValueError(str(refusal)) from None
     except Exception as error:
         text = str(error).partition("\n")[0]
         message = f"its forward could not be followed ({type(error).__name__}: {text})"
         raise ValueError(message) from error
+
+
+def _become_fake(model: nn.Module) -> None:
+    """From meta, on which much of a forward pass does not run."""
+    fakes: dict[Tensor, Tensor] = {}  # one for each, that ties hold
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if tensor not in fakes:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    if isinstance(tensor, nn.Parameter):
+                        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                    fakes[tensor] = fake
+                tensors[name] = fakes[tensor]
 
 
 def run_base(model: PreTrainedModel, embeds: Tensor | None = None) -> Tensor:
@@ -176,7 +190,7 @@ class _Watch:
         for name, module in model.named_modules():
             if id(module) in inside or not list(module.parameters(recurse=False)):
                 continue
-            if isinstance(module, PreTrainedModel):
+            if isinstance(module, PreTrainedModel) and self.anatomy.stack.startswith(name):
                 raise Refusal(f"{name or 'the model'} has parameters that are in no module")
             self.anatomy.after.append(name)
             module.register_forward_pre_hook(self._outside(name))

@@ -31,7 +31,10 @@ def heads_of(
     known = (*COUNTS_HEADS, *COUNTS_GROUPS, *HEAD_DIMS)
     if not any(isinstance(getattr(block, name, None), int) for name in known):
         return None
-    total, kv_total = blueprint.heads(model.config.get_text_config())
+    try:
+        total, kv_total = blueprint.heads(model.config.get_text_config())
+    except RuntimeError:  # transformers' own: they differ from layer to layer
+        total, kv_total = _own_heads_of(block)
     if not isinstance(total, int) or not isinstance(kv_total, int):
         raise ValueError(
             f"{tp.size}: the layers of this {model.config.model_type} differ in their heads "
@@ -45,6 +48,19 @@ def heads_of(
     if total % tp.size == 0:
         own = kv_heads_of(total, kv_total, tp.rank, tp.size)
     return Heads(total, kv_total, dim, own)
+
+
+def _own_heads_of(block: nn.Module) -> tuple[int | None, int | None]:
+    """What the attention itself counts."""
+
+    def count(names: tuple[str, ...]) -> int | None:
+        found = (getattr(block, name, None) for name in names)
+        return next((number for number in found if isinstance(number, int)), None)
+
+    heads, kv_heads, groups = map(count, (COUNTS_HEADS, COUNTS_KV_HEADS, COUNTS_GROUPS))
+    if heads and groups:
+        return heads, heads // groups
+    return heads, kv_heads or heads
 
 
 def check_heads(model_type: str, heads: Heads, ranks: int) -> None:
@@ -93,7 +109,7 @@ def patch(block: nn.Module, blueprint: Blueprint, heads: Heads, tp: TensorParall
     for name in blueprint.attention_dropout:
         setattr(block, name, OwnDropout(getattr(block, name), tp))
     block.ds4d_tp = tp
-    if "config.num_" in inspect.getsource(type(block)):
+    if hasattr(block, "config") and "config.num_" in inspect.getsource(type(block)):
         counts = {"num_attention_heads": local, "num_key_value_heads": kv_local}
         block.config = _LocalConfig(block.config, counts)
     if blueprint.per_head_inputs:

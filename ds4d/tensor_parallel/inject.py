@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -30,9 +29,9 @@ from ds4d.models.blueprint import Blueprint, Cut, Style
 from ds4d.models.derive import HOW_TO_ADD, blueprint_of, plan_of
 from ds4d.tensor_parallel import arrange, attention, sequence
 from ds4d.tensor_parallel.arrange import Heads
-from ds4d.tensor_parallel.blocks import enter
-from ds4d.tensor_parallel.layers import ColumnLinear, ParallelLinear, RowLinear, leave
+from ds4d.tensor_parallel.layers import ColumnLinear, ParallelLinear, RowLinear
 from ds4d.tensor_parallel.norm import NormOverHeads
+from ds4d.tensor_parallel.passage import Passage
 from ds4d.tensor_parallel.shard import Shard, even, local_parameter, packed
 from ds4d.tensor_parallel.state import TensorParallel
 from ds4d.tensor_parallel.vocab import install_head, shard_embedding
@@ -75,7 +74,9 @@ def inject(model: PreTrainedModel, tp: TensorParallel) -> None:
     model.ds4d_blocks = []
     if tp.size > 1:
         blocks = _cut_layers(model, tp, memo)
-        shard_embedding(model.get_input_embeddings(), tp, memo)
+        embedding = model.get_input_embeddings()
+        shard_embedding(embedding, tp, memo)
+        _mark_partial(embedding)  # a norm in it sees each rank's rows
     install_head(model, tp, memo)
     router_loss.install(model, tp, blocks)
     sequence.install(model, tp)
@@ -103,20 +104,25 @@ def _cut_layers(model: PreTrainedModel, tp: TensorParallel, memo) -> list[str]:
     loose = _loose(cut, blocks)
     for path in loose:
         _replace_linear(cut, path, None, loose=True)
-    _mark_partial(cut, blocks)
+    for path in blocks:
+        _mark_partial(cut.module(path))
     model.ds4d_blocks = [model.get_submodule(path) for path in (*blocks, *loose)]
     return blocks
 
 
 def _resolve(model: PreTrainedModel, plan) -> Iterator[tuple[str, Style]]:
     """Concrete paths of the plan's patterns."""
-    patterns = [(re.compile(re.escape(p).replace(r"\*", r"\d+")), s) for p, s in plan.items()]
+    patterns = [(_pattern(path), style) for path, style in plan.items()]
     names = [name for name, _ in model.named_modules()]
     names += [name for name, _ in model.named_parameters()]
     for name in names:
         for pattern, style in patterns:
             if pattern.fullmatch(name):
                 yield name, style
+
+
+def _pattern(path: str) -> re.Pattern:
+    return re.compile(re.escape(path).replace(r"\*\*", ".+").replace(r"\*", r"\d+"))
 
 
 # -- blocks ---------------------------------------------------------------------------------------
@@ -130,8 +136,9 @@ def _find_blocks(cut: _Model) -> list[str]:
     """Paths of the modules at whose input the sequence is whole and gradients are summed.
 
     The parent of column-parallel layers and of a row-parallel one, whose outputs are summed; or,
-    with experts, the module that holds them and all beside them. A parent that holds other blocks
-    (a decoder layer) is none: its own layers are loose, each a block of its own.
+    with experts, the module that holds them and all beside them; or an attention whose row-parallel
+    layer stands elsewhere, and is loose. A parent that holds other blocks (a decoder layer) is none:
+    its own layers are loose, each a block of its own.
     """
     sparse = {_parent(p) for p, style in cut.styles.items() if style == "experts"}
     columns, rows = (
@@ -140,9 +147,16 @@ def _find_blocks(cut: _Model) -> list[str]:
     )
     parents = columns & rows
     parents.discard("")
+    parents |= {p for p in columns - parents if _is_lone_attention(cut, p, parents)}
     inner = {p for p in parents if any(p.startswith(f"{s}.") for s in sparse)}
     found = sorted(sparse | parents - inner)
     return [p for p in found if not any(other.startswith(f"{p}.") for other in found)]
+
+
+def _is_lone_attention(cut: _Model, path: str, blocks: set[str]) -> bool:
+    near = any(f"{path}.".startswith(f"{p}.") or p.startswith(f"{path}.") for p in blocks)
+    heads = attention.heads_of(cut.model, cut.blueprint, cut.module(path), cut.tp)
+    return not near and heads is not None
 
 
 def _loose(cut: _Model, blocks: list[str]) -> list[str]:
@@ -163,6 +177,8 @@ def _cut_block(cut: _Model, path: str) -> None:
     inside = {p: s for p, s in cut.styles.items() if p.startswith(f"{path}.")}
     sparse = "experts" in inside.values()
     heads = attention.heads_of(cut.model, cut.blueprint, block, tp)
+    if {style for style in inside.values() if style in COLUMNS} == {"colwise_gather_output"}:
+        heads = None  # they are put together again
     if heads is not None:
         attention.check_heads(cut.name, heads, tp.size)
     for child, style in inside.items():
@@ -180,35 +196,11 @@ def _cut_block(cut: _Model, path: str) -> None:
     early = not sparse and not any(
         isinstance(m, nn.Linear | Conv1D) for m in block.modules()
     )
-    passage = _Passage(tp, early)
+    passage = Passage(tp, early)
     block.register_forward_pre_hook(passage.enter, with_kwargs=True)
     if sparse:
         _check_whole_beside_experts(cut, path, inside)
         block.register_forward_hook(passage.leave)
-
-
-@dataclass
-class _Passage:
-    """Into a block and, with experts, out of it, as hooks."""
-
-    tp: TensorParallel
-    early: bool
-    shape: torch.Size | None = None  # [B, S, E], between the two
-
-    def enter(self, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        named = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs), "")
-        x = args[0] if args else kwargs[named]
-        whole = enter(x, self.tp, early=self.early)
-        self.shape = whole.shape
-        return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, named: whole})
-
-    def leave(self, _module: nn.Module, _args: tuple, output):
-        """Some blocks return their tokens in one row, [B * S, E]; they are put back into rows,
-        for each rank has its stretch of every row."""
-        y = output[0] if isinstance(output, tuple) else output
-        out = leave(y.reshape(self.shape), self.tp)
-        out = out if y.dim() == 3 else out.flatten(0, 1)
-        return (out, *output[1:]) if isinstance(output, tuple) else out
 
 
 # -- parameters -----------------------------------------------------------------------------------
@@ -383,11 +375,10 @@ def _check_whole_beside_experts(cut: _Model, path: str, inside: dict[str, Style]
             )
 
 
-def _mark_partial(cut: _Model, blocks: list[str]) -> None:
+def _mark_partial(block: nn.Module) -> None:
     """Whole parameters inside blocks have partial gradients; the bias of an exit has not."""
-    for path in blocks:
-        for module in cut.module(path).modules():
-            for name, param in module.named_parameters(recurse=False):
-                is_exit_bias = isinstance(module, RowLinear) and module.exits and name == "bias"
-                if not hasattr(param, "tp_shard") and not is_exit_bias:
-                    param.tp_partial = True
+    for module in block.modules():
+        for name, param in module.named_parameters(recurse=False):
+            is_exit_bias = isinstance(module, RowLinear) and module.exits and name == "bias"
+            if not hasattr(param, "tp_shard") and not is_exit_bias:
+                param.tp_partial = True

@@ -223,6 +223,9 @@ def install_head(
         for name, child in parent.named_children():
             if child is head:
                 setattr(parent, name, new)
+        for name, param in parent.named_parameters(recurse=False):
+            if param is head.bias:  # BERT's is another module's, too
+                setattr(parent, name, new.bias)
     if reason := _why_not_deferred(model, new):
         new.defers = False
         log.warning("%s: logits are computed whole: %s", type(model).__name__, reason)

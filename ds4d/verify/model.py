@@ -52,7 +52,8 @@ def save_random(config: PreTrainedConfig, folder: Path, *, dtype: torch.dtype) -
     """A Hugging Face folder in fp32 whose numbers ``dtype`` has too, so that all begin alike.
 
     Vectors (norms, biases, scales, which may be small numbers or large ones) are moved from where
-    the model's own rule puts them; matrices keep the size of what they are multiplied with.
+    the model's own rule puts them, by a part of what they are; matrices keep the size of what they
+    are multiplied with.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -64,6 +65,7 @@ def save_random(config: PreTrainedConfig, folder: Path, *, dtype: torch.dtype) -
             if parameter.dim() > 1:
                 value = noise * parameter.shape[-1] ** -0.5
             else:
-                value = parameter * (1 + 0.1 * noise) + 0.1 * torch.randn_like(parameter)
+                value = torch.where(parameter == 0, 0.1 * noise, parameter * (1 + 0.1 * noise))
             parameter.copy_(value.to(dtype))
     model.save_pretrained(folder)
+    config.save_pretrained(folder)  # of the whole model, where it has taken its text's alone

@@ -14,6 +14,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds4d.attention.documents import PADDING
 from ds4d.config.types import RunConfig, TrainingConfig
@@ -89,11 +90,11 @@ def train_plainly(
                 part.backward()
         if routed:
             found.router_losses.append(_go_back_together(model, routed))
-        gradients = _copies({name: p.grad for name, p in parameters.items()})
+        gradients = {name: _gradient(p) for name, p in parameters.items()}
         norm = get_total_norm(gradients.values())
         found.gradients = found.gradients or _copies(gradients)
         for name, gradient in gradients.items():
-            masters[name].grad = gradient
+            masters[name].grad = gradient if parameters[name].requires_grad else None
         if limit := run.deepspeed.get("gradient_clipping"):
             clip_grads_with_norm_(masters.values(), limit, norm)
         optimizer.step()
@@ -110,14 +111,28 @@ def train_plainly(
 
 def _load(folder: Path, dtype: torch.dtype) -> nn.Module:
     kind = json.loads((folder / "config.json").read_text())["model_type"]
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation=ATTENTION.get(kind, "eager"), dtype=dtype
-    ).train()
+    )
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    for parameter, of_made in zip(model.parameters(), made.parameters(), strict=True):
+        parameter.requires_grad_(of_made.requires_grad)  # which reading weights has forgotten
+    if dtype == torch.float64:
+        with suppress(ValueError):  # raised where there are no experts
+            model.set_experts_implementation("eager")  # grouped products have no fp64
+    return model.train()
 
 
-def _copies(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """In fp32."""
-    return {n: t.detach().float().clone() for n, t in tensors.items() if t is not None}
+    return {name: tensor.detach().float().clone() for name, tensor in tensors.items()}
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """In fp32. A weight that the model does not use has zeros, and decays as the others do."""
+    grad = parameter.grad
+    return torch.zeros_like(parameter, dtype=torch.float32) if grad is None else grad.float().clone()
 
 
 def read_steps(run: RunConfig) -> Iterator[list[Document]]:

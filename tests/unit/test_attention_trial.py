@@ -29,7 +29,7 @@ REFUSED = {
     "qwen3_next": OTHER,  # linear attention and convolutions
     "recurrent_gemma": OTHER,
     "bart": OTHER,  # positions that it counts itself
-    "doge": "makes its own attention mask",
+    "doge": "learns its attention masks",
 }
 
 

@@ -16,7 +16,7 @@ from ds4d.config.report import plain
 from ds4d.config.types import ParallelConfig
 from ds4d.verify import run as verify_run
 from ds4d.verify.bisect import Finding, Trial, axes_of, bisect, overrides
-from ds4d.verify.compare import EXACT, Off, Row, compare
+from ds4d.verify.compare import EXACT, Off, Row, allowing_rounding, compare
 from ds4d.verify.layout import fewer_ranks
 from ds4d.verify.plain import Result, read_steps, train_plainly
 from ds4d.verify.ranks import LayoutResult
@@ -176,6 +176,24 @@ def test_each_number_has_its_row(change, rows):
 )
 def test_ranks_must_agree(change, row):
     assert failed(compare(layout(result(), **change), result())) == [row]
+
+
+def test_rounding_counts_as_much_as_in_the_plain_process():
+    off = compare(layout(result(1 + 3e-5)), result())
+    assert failed(off) == ["gradient first"]
+    assert not failed(allowing_rounding(off, result(), result(1 + 2e-5)))
+    assert failed(allowing_rounding(off, result(), result(1 + 5e-6))) == failed(off)
+
+
+def test_a_gradient_that_is_nothing_may_become_small_steps():
+    gradients = {"first": result().gradients["first"], "second": torch.full((3,), 1e-8)}
+    after = {"first": result().after["first"], "second": torch.ones(3) * (1 - 1e-6)}
+    still = replace(result(), gradients=gradients, after={**after, "second": torch.ones(3)})
+    found = layout(replace(still, after=after))
+    assert not failed(compare(found, still))
+    learned = replace(still, gradients=result().gradients)
+    found = layout(replace(learned, after=after))
+    assert failed(compare(found, learned)) == ["weight second"]
 
 
 def test_half_precision_may_be_as_far_as_plain_half_precision():

@@ -1,0 +1,16 @@
+"""ModernBERT as a decoder: [inner | gate] in one."""
+
+from ds4d.models.blueprint import Blueprint
+
+BLUEPRINT = Blueprint(
+    model_types=("modernbert-decoder",),
+    plan={
+        "model.layers.*.attn.q_proj": "colwise",
+        "model.layers.*.attn.k_proj": "colwise",
+        "model.layers.*.attn.v_proj": "colwise",
+        "model.layers.*.attn.Wo": "rowwise",
+        "model.layers.*.mlp.Wi": "packed_colwise",
+        "model.layers.*.mlp.Wo": "rowwise",
+    },
+    divided=("all_head_size",),
+)
