@@ -11,7 +11,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from ds4d.model.build import DTYPES, build_model
 from ds4d.model.config import hf_config
 from ds4d.monitor import Monitor
 from ds4d.monitor.flops import model_flops, peak_tflops
+from ds4d.monitor.screen import say
 from ds4d.pipeline.check import why_not_staged
 from ds4d.pipeline.partition import split_of
 from ds4d.pipeline.recorder import OFF, Recorder
@@ -55,6 +56,7 @@ from ds4d.resume import (
     seed_everything,
     set_random_state,
 )
+from ds4d.run_lock import locked
 
 
 class NonFiniteError(RuntimeError):
@@ -79,6 +81,12 @@ def main(
     data = prepare(run, local_rank=rank.launch.local_rank)
     rank.init_distributed(run.training.process_group_timeout_seconds)
     _check_hosts_agree(data)
+    with _alone_in(rank.output):
+        _train(run, data, rank, resume)
+    return 0
+
+
+def _train(run: RunConfig, data: PreparedData, rank: runtime.Rank, resume: str | None) -> None:
     mesh = Mesh.create(
         run.parallel, run.context, timeout_seconds=run.training.process_group_timeout_seconds
     )
@@ -95,7 +103,18 @@ def main(
             monitor.resumed(checkpoint, trainer.progress.step)
         trainer.train(monitor)
         monitor.finished()
-    return 0
+
+
+@contextmanager
+def _alone_in(output: Path) -> Iterator[None]:
+    """Rank 0 holds the run folder. Collective: the world.
+
+    Raises:
+        FolderInUse: on all ranks, while another run does.
+    """
+    with ExitStack() as held:
+        from_rank_0(lambda: held.enter_context(locked(output)))
+        yield
 
 
 def _refuse_occupied(output: Path, resume: str | None) -> None:
@@ -363,12 +382,13 @@ class Trainer:
         monitor.saved(folder)
 
     def find_checkpoint(self, which: str | None) -> Path | None:
-        """What ``--resume`` means in this run folder. Collective over the world.
+        """What ``--resume`` means in this run folder; what is passed over is said. Collective over
+        the world.
 
         Raises:
             CheckpointError: it names one that is not there or not complete.
         """
-        return from_rank_0(lambda: None if which is None else find(self.output, which))
+        return from_rank_0(lambda: None if which is None else find(self.output, which, say=say))
 
     def restore(self, folder: Path) -> None:
         """Continue from a checkpoint, of this layout or another. Collective over the world.

@@ -20,6 +20,7 @@ import shutil
 import warnings
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Callable
@@ -144,6 +145,7 @@ def _manifest(step: int, extra: dict[str, Any], records: list[list[FileRecord]])
         step=step,
         generation=0,
         world_size=len(records),
+        saved_at=datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds"),
         versions={name: version(name) for name in PACKAGES},
         files=[record for of_rank in records for record in of_rank],
         extra=extra,

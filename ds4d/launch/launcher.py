@@ -31,6 +31,7 @@ from ds4d.launch import rank_log
 from ds4d.launch.failure import FAILURE, INTERRUPTED, WRONG_INPUT
 from ds4d.launch.runtime import signal_on_parent_death, visible_gpus
 from ds4d.launch.variables import LOCALHOST, LaunchError, free_port
+from ds4d.run_lock import refuse_locked
 
 WORKER = "ds4d.launch.worker"
 _LAUNCH = "deepspeed.launcher.launch"
@@ -95,6 +96,7 @@ def plan_job(
     Raises:
         ConfigError: everything that is wrong with the file.
         LaunchError: what is wrong with ``nproc``, ``hostfile`` or ``output``.
+        FolderInUse: another run uses ``output``.
     """
     gpus = visible_gpus()
     if hostfile is not None:
@@ -109,6 +111,7 @@ def plan_job(
         )
     load(config, overrides=overrides, world_size=num_ranks)
     rank_log.make_folder(output)
+    refuse_locked(output)
     args = [str(config), f"--output={output.absolute()}"]
     args += [word for override in overrides for word in ("--set", override)]
     args += [f"--resume={resume}"] if resume else []

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ds4d.run_lock import locked
 from tests.harness import RankFailure, run_distributed
 from tests.reference import TINY_LLAMA
 
@@ -71,6 +74,7 @@ def job(config: dict, output: Path, resume=None, sigterm_in_step=None, poison=No
     from ds4d import trainer
     from ds4d.launch.variables import Launch
     from ds4d.launch.runtime import Rank
+    from ds4d.monitor import screen
 
     class WorkerRank(Rank):
         def init_distributed(self, timeout_seconds: float) -> None:
@@ -80,6 +84,8 @@ def job(config: dict, output: Path, resume=None, sigterm_in_step=None, poison=No
     output.mkdir(parents=True, exist_ok=True)
     file = output / f"config-{rank}.json"
     file.write_text(json.dumps(config))
+    shown = open(output / f"screen-{rank}.txt", "w")
+    screen.use(shown, shown)
     step = trainer.Engine.train_step
     calls = 0
 
@@ -100,6 +106,8 @@ def job(config: dict, output: Path, resume=None, sigterm_in_step=None, poison=No
         trainer.main(WorkerRank(launch, torch.device("cpu"), output), file, resume=resume)
     finally:
         trainer.Engine.train_step = step
+        screen.use(sys.stderr, sys.stderr)
+        shown.close()
 
 
 def run(world_size: int, config: dict, output: Path, **how) -> list[dict]:
@@ -393,11 +401,24 @@ def test_one_step_of_a_pipeline_is_drawn_as_measured(corpus, tmp_path):
     assert len(drawing.findall("{http://www.w3.org/2000/svg}g[@class='lane']")) == 2
 
 
-def test_an_occupied_run_folder_is_not_overwritten(corpus, tmp_path):
-    file = config(corpus, training={"steps": 1, "eval_every": None})
-    run(1, file, tmp_path / "run")
+def test_what_is_passed_over_is_said_once_and_two_runs_are_refused(corpus, tmp_path):
+    file = config(corpus, training={"steps": 2, "eval_every": None}, checkpoint={"every": 1})
+    run(2, file, tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    os.truncate(checkpoints / "step-00000002" / "data-00001.safetensors", 100)
+    file["ds4d"]["training"]["steps"] = 3
+    file["scheduler"]["params"]["total_steps"] = 3
+    with locked(tmp_path), pytest.raises(RankFailure) as error:
+        run(2, file, tmp_path, resume="auto")
+    assert str(error.value).count(f"FolderInUse: {tmp_path} is in use by process") == 2
+    rows = run(2, file, tmp_path, resume="auto")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    said = [(tmp_path / f"screen-{rank}.txt").read_text() for rank in range(2)]
+    assert said[0].count("checkpoint passed over: ") == 1 and "passed over" not in said[1]
+    assert re.search(r"passed over: .*step-00000002/data-00001.safetensors: 100 bytes", said[0])
+    assert f"resumed from {checkpoints / 'step-00000001'}" in said[0]
     with pytest.raises(RankFailure, match="continue with --resume auto"):
-        run(1, file, tmp_path / "run")
+        run(2, file, tmp_path)
 
 
 @pytest.mark.parametrize("resume, text", [("latest", "no complete checkpoint"), ("/x", "/x")])
