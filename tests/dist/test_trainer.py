@@ -3,12 +3,15 @@ harness's; what launchers add is tested in test_launch.py."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import signal
 import sys
 import threading
+import time
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -67,7 +70,9 @@ def config(corpus: Path, *, model=TINY_LLAMA, stage=1, batch=4, micro=1, **ds4d)
     }
 
 
-def job(config: dict, output: Path, resume=None, sigterm_in_step=None, poison=None) -> None:
+def job(
+    config: dict, output: Path, resume=None, sigterm_in_step=None, poison=None, around=nullcontext
+) -> None:
     """One rank of ``trainer.main`` inside a worker that has its process group already."""
     import torch.distributed as dist
 
@@ -103,7 +108,8 @@ def job(config: dict, output: Path, resume=None, sigterm_in_step=None, poison=No
     trainer.Engine.train_step = train_step
     try:
         launch = Launch(rank, world, rank, world, "127.0.0.1", 29400)
-        trainer.main(WorkerRank(launch, torch.device("cpu"), output), file, resume=resume)
+        with around():
+            trainer.main(WorkerRank(launch, torch.device("cpu"), output), file, resume=resume)
     finally:
         trainer.Engine.train_step = step
         screen.use(sys.stderr, sys.stderr)
@@ -399,6 +405,82 @@ def test_one_step_of_a_pipeline_is_drawn_as_measured(corpus, tmp_path):
         assert all(0 < event["dur"] and 0 <= event["ts"] < 60e6 for event in passes)
     drawing = ElementTree.fromstring((tmp_path / "run" / "timeline.svg").read_text())
     assert len(drawing.findall("{http://www.w3.org/2000/svg}g[@class='lane']")) == 2
+
+
+@contextmanager
+def patched_write(change):
+    """``change(write, step, rank)`` stands for each rank's writing of a checkpoint."""
+    import torch.distributed as dist
+
+    from ds4d.checkpoint.storage import SafetensorsWriter
+
+    write = SafetensorsWriter.write
+
+    def patched(writer):
+        step = int(writer.folder.name.split("-")[2])
+        return change(lambda: write(writer), step, dist.get_rank())
+
+    SafetensorsWriter.write = patched
+    try:
+        yield
+    finally:
+        SafetensorsWriter.write = write
+
+
+def slow_disk():
+    def change(write, step, rank):
+        time.sleep(0.4 if step % 2 else 0.1 * rank)
+        return write()
+
+    return patched_write(change)
+
+
+def full_disk():
+    def change(write, step, rank):
+        if (step, rank) == (2, 1):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/data")
+        return write()
+
+    return patched_write(change)
+
+
+def written(output: Path) -> dict[str, dict[str, str]]:
+    """By checkpoint, the checksums of what each rank wrote."""
+    folders = (output / "checkpoints").glob("step-*")
+    manifests = {f.name: json.loads((f / "manifest.json").read_text()) for f in folders}
+    return {
+        name: {each["name"]: each["xxh3"] for each in manifest["files"]}
+        for name, manifest in manifests.items()
+    }
+
+
+def test_a_checkpoint_written_beside_the_training_is_the_same(corpus, tmp_path):
+    """With dropout, and a disk on which a save takes longer than a step."""
+    parallel, training = {"pp": 2, "tp": 2}, {"steps": 5, "eval_every": None}
+    how = dict(model=TINY_GPT2, parallel=parallel, training=training)
+    plain = run(4, config(corpus, checkpoint={"every": 1}, **how), tmp_path / "plain")
+    file = config(corpus, checkpoint={"every": 1, "async": True}, **how)
+    rows = run(4, file, tmp_path / "async", around=slow_disk)
+    assert curve(rows) == curve(plain)
+    files = written(tmp_path / "async")
+    assert len(files) == 5 and files == written(tmp_path / "plain")
+    assert all({"save_seconds", "save_bytes"} <= set(row) for row in plain)
+    # each save waits for the last: the stall is that of the one before
+    assert rows[0]["save_seconds"] < 0.3 < rows[1]["save_seconds"]
+    assert "background_save_seconds" not in rows[0]
+    assert all(row["background_save_seconds"] > 0.25 for row in rows[1:])
+
+
+def test_a_save_that_fails_beside_the_training_is_one_error_on_all_ranks(corpus, tmp_path):
+    file = config(corpus, checkpoint={"every": 1, "async": True, "keep": 1})
+    with pytest.raises(RankFailure) as error:
+        run(2, file, tmp_path, around=full_disk)
+    text = str(error.value)
+    line = "the checkpoint of step 2 was not saved: No space left on device: /disk/data (rank 1)"
+    assert text.count(f"CheckpointError: {line}") == 2
+    assert len(metrics(tmp_path)) in (2, 3)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000001"]
+    assert len(run(2, file, tmp_path, resume="auto")) == 8
 
 
 def test_what_is_passed_over_is_said_once_and_two_runs_are_refused(corpus, tmp_path):
