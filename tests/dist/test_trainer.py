@@ -437,7 +437,7 @@ def slow_disk():
 
 def full_disk():
     def change(write, step, rank):
-        if (step, rank) == (2, 1):
+        if (step, rank) == (8, 1):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/data")
         return write()
 
@@ -472,15 +472,16 @@ def test_a_checkpoint_written_beside_the_training_is_the_same(corpus, tmp_path):
 
 
 def test_a_save_that_fails_beside_the_training_is_one_error_on_all_ranks(corpus, tmp_path):
-    file = config(corpus, checkpoint={"every": 1, "async": True, "keep": 1})
+    """And in one of the next steps, not when the next save is due."""
+    file = config(corpus, checkpoint={"async": True, "keep": 1}, training={"steps": 12})
     with pytest.raises(RankFailure) as error:
         run(2, file, tmp_path, around=full_disk)
     text = str(error.value)
-    line = "the checkpoint of step 2 was not saved: No space left on device: /disk/data (rank 1)"
+    line = "the checkpoint of step 8 was not saved: No space left on device: /disk/data (rank 1)"
     assert text.count(f"CheckpointError: {line}") == 2
-    assert len(metrics(tmp_path)) in (2, 3)
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000001"]
-    assert len(run(2, file, tmp_path, resume="auto")) == 8
+    assert 8 <= len(metrics(tmp_path)) < 12
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000004"]
+    assert len(run(2, file, tmp_path, resume="auto")) == 12
 
 
 def test_what_is_passed_over_is_said_once_and_two_runs_are_refused(corpus, tmp_path):
