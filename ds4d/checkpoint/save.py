@@ -1,7 +1,8 @@
 """Saving: a checkpoint appears whole under its final name, or not at all.
 
 1. Rank 0 clears what earlier crashes left and makes a temporary folder.
-2. The ranks agree who writes what. With a ``HostMemory`` each copies its share of the tensors:
+2. The ranks agree who writes what, as in the last save where nothing about it has changed on any:
+   of many ranks, the plans of all are much to gather. With a ``HostMemory`` each copies its share of the tensors:
    from here on they may change, and the rest may be done on another thread.
 3. Every rank writes its share and its own state; each file is hashed while it is written and
    flushed to the disk.
@@ -21,7 +22,7 @@ import os
 import shutil
 import warnings
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +31,8 @@ from typing import Any, Callable, Iterator, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint.planner import WriteItem
 
 from ds4d.checkpoint.errors import (
     CheckpointError,
@@ -92,26 +95,46 @@ def save(
     return saving.folder
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Who writes what.
+
+    Attributes:
+        offered: what this rank holds.
+        assigned: what of it this rank writes.
+        index: rank 0's.
+    """
+
+    offered: list[WriteItem]
+    assigned: SavePlan
+    index: dict[str, Any] | None
+
+
 class Saving:
     """Writes ``OUTPUT/checkpoints/step-STEP``; a checkpoint of that step is replaced.
 
     Args:
         root: the run folder, on a file system that all ranks share.
         keep: how many complete checkpoints to keep, this one included; None keeps all.
+        plan: of the run's last save, if there was one.
 
     Attributes:
         folder: the checkpoint's.
+        plan: for the next save, after ``take``.
         bytes: of all its files, once they are written.
 
     Raises:
         CheckpointError: from both halves, the same on all ranks.
     """
 
-    def __init__(self, root: Path, step: int, *, keep: int | None) -> None:
+    def __init__(
+        self, root: Path, step: int, *, keep: int | None, plan: Plan | None = None
+    ) -> None:
         assert keep is None or keep > 0, f"keep {keep} would remove the checkpoint just written"
         self.folder = checkpoints_folder(root) / step_name(step)
         self.bytes = 0
         self._step, self._keep = step, keep
+        self.plan = plan
         self._planner = PieceSavePlanner()
         self._temp: Path | None = None
 
@@ -136,15 +159,28 @@ class Saving:
         with self._failing_alike(group):
             self._temp = _lead(lambda: _begin(self.folder), group)
             self._writer = SafetensorsWriter(self._temp, _rank(group), memory=memory)
-            with dcp_failures(), warnings.catch_warnings(action="ignore"):  # DCP on "one process"
-                dcp.save(
-                    state,
-                    storage_writer=self._writer,
-                    planner=self._planner,
-                    process_group=group,
-                )
+            if all(gather(lambda: self._repeats(state), group=group)):
+                together(self._repeat, group=group)
+            else:
+                self._agree(state, group)
             self._rank_state = together(lambda: _as_bytes(rank_state), group=group)
             self._extra = extra
+
+    def _repeats(self, state: dict[str, LogicalTensor]) -> bool:
+        """Whether this rank offers what it did in the last save."""
+        self._planner.set_up_planner(state)
+        offered = self._planner.create_local_plan().items
+        return self.plan is not None and self.plan.offered == offered
+
+    def _repeat(self) -> None:
+        self._writer.write_data(self._planner.finish_plan(self.plan.assigned), self._planner)
+        self._writer.index = self.plan.index
+
+    def _agree(self, state: dict[str, LogicalTensor], group: dist.ProcessGroup | None) -> None:
+        writer, planner = self._writer, self._planner
+        with dcp_failures(), warnings.catch_warnings(action="ignore"):  # DCP on "one process"
+            dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
+        self.plan = Plan(planner.offered, writer.plan, writer.index)
 
     def write(self, *, group: dist.ProcessGroup | None = None) -> None:
         """Bring it to the disk and give it its name. Collective: as ``take``; the group may be

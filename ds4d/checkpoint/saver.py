@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ds4d.checkpoint.host_memory import HostMemory
 from ds4d.checkpoint.logical import LogicalTensor
-from ds4d.checkpoint.save import Saving
+from ds4d.checkpoint.save import Plan, Saving
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Saver:
     ) -> None:
         self._root, self._keep, self._group = root, keep, group
         self._memory = None if group is None else HostMemory()
+        self._plan: Plan | None = None
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
         self._error: BaseException | None = None
@@ -72,8 +73,9 @@ class Saver:
         Collective: the world.
         """
         assert self._thread is None, "the last save has not been waited for"
-        saving = Saving(self._root, step, keep=self._keep)
+        saving = Saving(self._root, step, keep=self._keep, plan=self._plan)
         saving.take(state, extra=extra, rank_state=rank_state, memory=self._memory)
+        self._plan = saving.plan
         if self._group is None:
             saving.write()
             self._saved = Saved(saving.folder, saving.bytes)

@@ -62,7 +62,8 @@ class SafetensorsWriter(StorageWriter):
         self._path = folder / f"data-{rank:05d}.safetensors"
         self._header = b""
         self._boxes: list[torch.Tensor] = []
-        self._index: dict[str, Any] | None = None
+        self.plan: SavePlan | None = None  # what this rank writes
+        self.index: dict[str, Any] | None = None  # the coordinator's
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         assert checkpoint_id is None, "the folder is given to the constructor"
@@ -77,6 +78,7 @@ class SafetensorsWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self.plan = plan
         # wide dtypes first: every tensor then starts at a multiple of its item size
         items = sorted(plan.items, key=lambda i: -i.tensor_data.properties.dtype.itemsize)
         self._header, sizes = _header(items)
@@ -87,7 +89,7 @@ class SafetensorsWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         files = {each.index: each.storage_data for rank in results for each in rank}
-        self._index = _index(metadata, files)
+        self.index = _index(metadata, files)
 
     def write(self) -> list[FileRecord]:
         """Bring it all to the disk. Not collective."""
@@ -99,8 +101,8 @@ class SafetensorsWriter(StorageWriter):
                     for block in _blocks(box):
                         file.write(block)
                 records.append(file.finish())
-        if self._index is not None:
-            records.append(write_json(self.folder / INDEX, self._index))
+        if self.index is not None:
+            records.append(write_json(self.folder / INDEX, self.index))
         return records
 
     @classmethod
