@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -347,8 +348,18 @@ def _add_export(commands: Any) -> None:
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: as trained")
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", type=_size, default="5GB",
+        help="of a file of weights: a number and KB, MB or GB (default: 5GB)",
+    )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
     _add_json(parser)
+
+
+def _size(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*[KMG]B", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number and KB, MB or GB, as in 5GB")
+    return text
 
 
 def _quiet_libraries() -> None:
@@ -362,7 +373,13 @@ def _export(args: argparse.Namespace) -> None:
     _quiet_libraries()
     from ds4d.checkpoint.export import export
 
-    out = export(args.checkpoint, args.out, dtype=args.dtype, force=args.force)
+    out = export(
+        args.checkpoint,
+        args.out,
+        dtype=args.dtype,
+        max_shard_size=args.max_shard_size,
+        force=args.force,
+    )
     print(json.dumps({"path": str(out)}) if args.json else f"wrote {out}")
 
 
