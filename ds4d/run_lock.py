@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -51,12 +51,14 @@ def refuse_locked(output: Path) -> None:
     Raises:
         FolderInUse: somebody holds the folder now.
     """
-    with suppress(FileNotFoundError):
+    try:
         handle = os.open(output / LOCK, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            _take(handle, output)
-        finally:
-            os.close(handle)
+    except OSError:  # none, or in a folder of others that can only be read
+        return
+    try:
+        _take(handle, output)
+    finally:
+        os.close(handle)
 
 
 def _take(handle: int, output: Path) -> None:

@@ -31,7 +31,8 @@ class ModelConfig:
     """Which model. Exactly one of ``path`` (weights are loaded) and ``config`` (from scratch)."""
 
     path: str | None = None
-    """Folder or hub id of a Hugging Face causal language model; its weights are loaded."""
+    """Folder or hub id of a Hugging Face causal language model, or a checkpoint or run folder of
+    ds4d (its newest checkpoint); its weights are loaded."""
 
     config: Mapping[str, Any] | None = None
     """Hugging Face config fields, with ``model_type``; the weights start from scratch.

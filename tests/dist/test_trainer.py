@@ -298,6 +298,28 @@ def test_eval_finds_what_training_found(corpus, tmp_path):
     assert again == found
 
 
+def test_training_starts_from_a_checkpoint_as_from_its_export(corpus, tmp_path):
+    from ds4d.checkpoint.export import export
+    from ds4d.model.config import tokenizer_source
+
+    short = {"steps": 2, "eval_every": None}
+    run(2, config(corpus, training=short, parallel={"tp": 2}), tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "exported", max_shard_size="20KB")
+    save_tokenizer(tmp_path / "run" / "tokenizer")
+    curves = []
+    for index, path in enumerate(("run", "run/checkpoints/step-00000002", "exported")):
+        file = config(corpus, training=short, stage=3)
+        file["ds4d"]["model"] = {"path": str(tmp_path / path)}
+        curves.append(curve(run(2, file, tmp_path / f"from-{index}")))
+        with_tokenizer = Path(tokenizer_source(str(tmp_path / path)), "tokenizer.json").is_file()
+        assert with_tokenizer == (path != "exported")
+    assert curves[0] == curves[1] == curves[2]
+    assert curves[0][0]["loss"] < metrics(tmp_path / "run")[0]["loss"] - 0.01
+    file["ds4d"]["model"] = {"path": str(tmp_path / "run")}
+    with locked(tmp_path / "run"), pytest.raises(RankFailure, match="ds4d.model.path: .* in use"):
+        run(2, file, tmp_path / "another")
+
+
 def save_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
