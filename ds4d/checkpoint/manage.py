@@ -157,7 +157,11 @@ def verify(path: Path, *, show: bool) -> list[Verdict]:
                     done += count
                     bar.update(done // MIB, name)
 
-                found = checksum(folder / record.name, watch=watch)
+                try:
+                    found = checksum(folder / record.name, watch=watch)
+                except OSError as error:
+                    damaged.append(f"{folder / record.name} cannot be read: {error.strerror}")
+                    continue
                 if found != record.xxh3:
                     damaged.append(damage(folder, record, found))
             verdicts.append(Verdict(str(folder), _bytes(manifest), tuple(damaged)))
@@ -188,6 +192,7 @@ def remove(root: Path, steps: Sequence[int], *, force: bool = False) -> list[Pat
     Raises:
         WrongPath: no checkpoint of such a step; or the last complete one is among them.
         FolderInUse: a run uses the folder.
+        CheckpointError: the file system refuses.
     """
     folder = checkpoints_folder(_run_folder(root))
     with locked(root):
@@ -203,11 +208,14 @@ def remove(root: Path, steps: Sequence[int], *, force: bool = False) -> list[Pat
                 f"{folder}: no complete checkpoint would be left to continue from; --force "
                 "removes it all the same"
             )
-        for each in chosen:
-            discard(each.folder)
-        latest = folder / LATEST
-        if left:
-            replace_text(latest, left[0].folder.name + "\n")
-        elif latest.exists():
-            latest.unlink()
+        try:
+            for each in chosen:
+                discard(each.folder)
+            latest = folder / LATEST
+            if left:
+                replace_text(latest, left[0].folder.name + "\n")
+            else:
+                latest.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"not all of them could be removed: {error}") from None
         return [each.folder for each in chosen]

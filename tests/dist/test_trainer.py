@@ -77,8 +77,8 @@ def job(
     import torch.distributed as dist
 
     from ds4d import trainer
-    from ds4d.launch.variables import Launch
     from ds4d.launch.runtime import Rank
+    from ds4d.launch.variables import Launch
     from ds4d.monitor import screen
 
     class WorkerRank(Rank):

@@ -10,6 +10,7 @@ import pytest
 from ds4d import cli
 from ds4d.run_lock import FolderInUse, refuse_locked
 from tests.unit.test_checkpoint_folder import names, put, truncate
+from tests.unit.test_cli import CONFIG
 
 
 def call(capsys, *argv):
@@ -98,6 +99,10 @@ def test_a_folder_in_use_is_left_alone(tmp_path, capsys):
             refuse_locked(tmp_path)
         code, _, err = call(capsys, "rm", tmp_path, 1)
         assert code == 2 and f"is in use by process {holder.pid} on " in err
+        file = tmp_path / "run.json"
+        file.write_text(json.dumps(CONFIG))
+        assert cli.main(["train", str(file), "--output", str(tmp_path), "--resume", "auto"]) == 2
+        assert f"is in use by process {holder.pid} on " in capsys.readouterr().err
         holder.kill()
     refuse_locked(tmp_path)
     assert call(capsys, "rm", tmp_path, 1)[0] == 0
