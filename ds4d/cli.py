@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -49,8 +50,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ds4d {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in (
-        _add_train, _add_check, _add_plan, _add_verify, _add_schema, _add_export, _add_generate,
-        _add_eval,
+        _add_train, _add_check, _add_plan, _add_verify, _add_schema, _add_checkpoint, _add_export,
+        _add_generate, _add_eval,
     ):  # fmt: skip
         add(commands)
     return parser
@@ -276,6 +277,79 @@ def _schema(_args: argparse.Namespace) -> None:
 # -- after training -------------------------------------------------------------------------
 
 
+def _add_checkpoint(commands: Any) -> None:
+    parser = _command(
+        commands, "checkpoint", None, "list, verify or remove the checkpoints of a run",
+        "  ds4d checkpoint ls runs/quickstart\n"
+        "  ds4d checkpoint verify runs/quickstart\n"
+        "  ds4d checkpoint rm runs/quickstart 40",
+    )  # fmt: skip
+    acts = parser.add_subparsers(metavar="ACTION", required=True)
+    ls = _command(
+        acts, "ls", _list_checkpoints,
+        "list them: step, size, what they were saved by and when, which is the newest, which are "
+        "not usable and why",
+        "  ds4d checkpoint ls runs/quickstart --json",
+    )  # fmt: skip
+    ls.add_argument("run", metavar="RUN", type=Path, help="the run folder")
+    verify = _command(
+        acts, "verify", _verify_checkpoints,
+        "read every file and compare its checksum with what was written; exit code 1 if one "
+        "differs",
+        "  ds4d checkpoint verify runs/quickstart\n"
+        "  ds4d checkpoint verify runs/quickstart/checkpoints/step-00000080",
+    )  # fmt: skip
+    verify.add_argument(
+        "path", metavar="PATH", type=Path, help="a checkpoint, or a run folder: all of its"
+    )
+    rm = _command(
+        acts, "rm", _remove_checkpoints,
+        "remove those of these steps, unless a run uses the folder or none complete would be left",
+        "  ds4d checkpoint rm runs/quickstart 20 40",
+    )  # fmt: skip
+    rm.add_argument("run", metavar="RUN", type=Path, help="the run folder")
+    rm.add_argument("steps", metavar="STEP", type=_positive, nargs="+")
+    rm.add_argument("--force", action="store_true", help="even the only complete one")
+    for each in (ls, verify, rm):
+        _add_json(each)
+
+
+def _list_checkpoints(args: argparse.Namespace) -> None:
+    from dataclasses import asdict
+
+    from ds4d.checkpoint.manage import entries, render
+    from ds4d.config.report import plain
+
+    listed = entries(args.run)
+    if args.json:
+        print(json.dumps([asdict(entry) for entry in listed], indent=2))
+    else:
+        print(plain(render(listed)) if listed else f"{args.run} has no checkpoints")
+
+
+def _verify_checkpoints(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from ds4d.checkpoint.manage import verify
+    from ds4d.launch.failure import FAILURE
+
+    verdicts = verify(args.path, show=not args.json)
+    if args.json:
+        print(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
+    else:
+        for verdict in verdicts:
+            print("\n".join(verdict.problems) or f"{verdict.path}: {verdict.bytes:,} bytes, right")
+    return FAILURE if any(verdict.problems for verdict in verdicts) else 0
+
+
+def _remove_checkpoints(args: argparse.Namespace) -> None:
+    from ds4d.checkpoint.manage import remove
+
+    removed = [str(folder) for folder in remove(args.run, args.steps, force=args.force)]
+    lines = "\n".join(f"removed {folder}" for folder in removed)
+    print(json.dumps({"removed": removed}) if args.json else lines)
+
+
 def _add_export(commands: Any) -> None:
     parser = _command(
         commands, "export", _export,
@@ -291,8 +365,18 @@ def _add_export(commands: Any) -> None:
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: as trained")
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", type=_size, default="5GB",
+        help="of a file of weights: a number and KB, MB or GB (default: 5GB)",
+    )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
     _add_json(parser)
+
+
+def _size(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*[KMG]B", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number and KB, MB or GB, as in 5GB")
+    return text
 
 
 def _quiet_libraries() -> None:
@@ -306,7 +390,13 @@ def _export(args: argparse.Namespace) -> None:
     _quiet_libraries()
     from ds4d.checkpoint.export import export
 
-    out = export(args.checkpoint, args.out, dtype=args.dtype, force=args.force)
+    out = export(
+        args.checkpoint,
+        args.out,
+        dtype=args.dtype,
+        max_shard_size=args.max_shard_size,
+        force=args.force,
+    )
     print(json.dumps({"path": str(out)}) if args.json else f"wrote {out}")
 
 

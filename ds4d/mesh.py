@@ -86,6 +86,14 @@ class Mesh:
             groups["pp_ends"] = _ends(pipelines, timeout) or groups["pp"]
         return cls(parallel, rank, coordinate_of(rank, parallel), groups, lanes)
 
+    @staticmethod
+    def second_world(*, timeout_seconds: float) -> dist.ProcessGroup:
+        """All ranks once more, on the CPU: for a thread that runs beside the training, whose
+        collectives would mix with those of any other group. Collective: the world."""
+        return dist.new_group(
+            backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds)
+        )
+
     def group(self, name: str) -> dist.ProcessGroup:
         return self.groups[name]
 

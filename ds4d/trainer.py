@@ -10,8 +10,8 @@ import json
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ds4d import attention
 from ds4d.attention.trial import why_not_shared
 from ds4d.checkpoint.find import find, list_checkpoints
 from ds4d.checkpoint.load import load, read_extra
-from ds4d.checkpoint.save import save
+from ds4d.checkpoint.saver import Saver
 from ds4d.config.errors import ConfigError, Problem
 from ds4d.config.load import load as load_config
 from ds4d.config.report import as_dict
@@ -42,6 +42,7 @@ from ds4d.model.build import DTYPES, build_model
 from ds4d.model.config import hf_config
 from ds4d.monitor import Monitor
 from ds4d.monitor.flops import model_flops, peak_tflops
+from ds4d.monitor.screen import say
 from ds4d.pipeline.check import why_not_staged
 from ds4d.pipeline.partition import split_of
 from ds4d.pipeline.recorder import OFF, Recorder
@@ -56,6 +57,7 @@ from ds4d.resume import (
     set_random_state,
 )
 from ds4d.router_trial import why_not_balanced
+from ds4d.run_lock import locked
 
 
 class NonFiniteError(RuntimeError):
@@ -80,6 +82,12 @@ def main(
     data = prepare(run, local_rank=rank.launch.local_rank)
     rank.init_distributed(run.training.process_group_timeout_seconds)
     _check_hosts_agree(data)
+    with _alone_in(rank.output):
+        _train(run, data, rank, resume)
+    return 0
+
+
+def _train(run: RunConfig, data: PreparedData, rank: runtime.Rank, resume: str | None) -> None:
     mesh = Mesh.create(
         run.parallel, run.context, timeout_seconds=run.training.process_group_timeout_seconds
     )
@@ -96,7 +104,18 @@ def main(
             monitor.resumed(checkpoint, trainer.progress.step)
         trainer.train(monitor)
         monitor.finished()
-    return 0
+
+
+@contextmanager
+def _alone_in(output: Path) -> Iterator[None]:
+    """Rank 0 holds the run folder. Collective: the world.
+
+    Raises:
+        FolderInUse: on all ranks, while another run does.
+    """
+    with ExitStack() as held:
+        from_rank_0(lambda: held.enter_context(locked(output)))
+        yield
 
 
 def _refuse_occupied(output: Path, resume: str | None) -> None:
@@ -201,6 +220,7 @@ class Trainer:
         self.cutter = mesh.cutter
         self.total_steps = total_steps(run, len(data.train))
         self.progress = Progress()
+        self._last_metrics: Mapping[str, Any] | None = None  # of the step that is continued from
         seed_everything(run.training.seed, self.mesh.dropout_rank)
         attention.register()
         self.hf_config = hf_config(
@@ -230,31 +250,42 @@ class Trainer:
             device=device,
             total_steps=self.total_steps,
         )
+        self._saver = self._make_saver()
+
+    def _make_saver(self) -> Saver:
+        """Collective over the world."""
+        checkpoints, timeout = self.run.checkpoint, self.run.training.process_group_timeout_seconds
+        group = Mesh.second_world(timeout_seconds=timeout) if checkpoints.async_ else None
+        return Saver(self.output, keep=checkpoints.keep, group=group)
 
     # -- the loop ---------------------------------------------------------------------------
 
     def train(self, monitor: Monitor) -> None:
         """Run to the last step, or until SIGTERM asks to stop. Collective over the world."""
         checkpoints = self.run.checkpoint
-        with _stop_on_sigterm(self.run.training.on_sigterm) as stop:
+        with self._saver, _stop_on_sigterm(self.run.training.on_sigterm) as stop:
             started = time.perf_counter()
             for micro_batches in self.micro_batches():
                 recorder = self._recorder()
                 result = self.engine.train_step(micro_batches, recorder=recorder)
                 self._judge(result, micro_batches)
-                stopping, peak_memory = self._agree(stop.requested)
+                stopping, save_failed, peak_memory = self._agree(stop.requested)
+                if save_failed:
+                    self._saver.wait()  # raises
                 seconds = time.perf_counter() - started
                 metrics = self._metrics(result, seconds, peak_memory, _imbalance(micro_batches))
                 last = self.progress.step == self.total_steps
                 evaluating = _due(self.run.training.eval_every, self.progress.step, last)
                 if evaluating and self.data.eval is not None:
                     metrics["eval_loss"] = self.evaluate()
-                monitor.step(metrics)
+                self._report_saved(monitor)
+                due = _due(checkpoints.every, self.progress.step, last and checkpoints.final)
+                saving = due or stopping
+                monitor.step(metrics, complete=not saving)
                 if (measured := recorder.measured()) is not None:
                     monitor.timeline(measured)
-                due = _due(checkpoints.every, self.progress.step, last and checkpoints.final)
-                if due or stopping:
-                    self.save(monitor)
+                if saving:
+                    self.save(monitor, metrics, wait=last or stopping)
                 if last or stopping:
                     break
                 started = time.perf_counter()
@@ -305,13 +336,15 @@ class Trainer:
                 f"{where or 'none when the step was repeated'}"
             )
 
-    def _agree(self, stop_requested: bool) -> tuple[bool, int]:
-        """(somebody was asked to stop, the largest rank's peak memory in bytes)."""
-        mine = [float(stop_requested), float(runtime.peak_memory_bytes(self.engine.device))]
-        both = torch.tensor(mine, dtype=torch.float64, device=self.engine.device)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        stopping, peak = both.tolist()
-        return bool(stopping), int(peak)
+    def _agree(self, stop_requested: bool) -> tuple[bool, bool, int]:
+        """(somebody was asked to stop, a save beside the training has failed, the largest rank's
+        peak memory in bytes)."""
+        peak = runtime.peak_memory_bytes(self.engine.device)
+        mine = [float(stop_requested), float(self._saver.has_failed), float(peak)]
+        all_three = torch.tensor(mine, dtype=torch.float64, device=self.engine.device)
+        dist.all_reduce(all_three, op=dist.ReduceOp.MAX)
+        stopping, save_failed, peak = all_three.tolist()
+        return bool(stopping), bool(save_failed), int(peak)
 
     def _metrics(
         self, result: StepResult, seconds: float, peak_memory: int, imbalance: float | None
@@ -353,10 +386,17 @@ class Trainer:
 
     # -- checkpoints ------------------------------------------------------------------------
 
-    def save(self, monitor: Monitor) -> None:
-        """Write a checkpoint of the present step. Collective over the world."""
-        folder = save(
-            self.output,
+    def save(self, monitor: Monitor, metrics: Mapping[str, Any], *, wait: bool) -> None:
+        """Write a checkpoint of the present step. Collective over the world.
+
+        Args:
+            metrics: of the step.
+            wait: until it is complete, also where it is written beside the training.
+        """
+        started = time.perf_counter()
+        self._saver.wait()
+        self._report_saved(monitor)
+        self._saver.save(
             self.progress.step,
             self.engine.logical_state(),
             extra={
@@ -365,20 +405,29 @@ class Trainer:
                 "skipped_in_a_row": self.progress.skipped_in_a_row,
                 "optimizer": self.engine.scalars(),
                 "dtype": self.run.precision.param_dtype,
+                "metrics": dict(metrics),
                 **self._facts,
             },
             rank_state=random_state(self.engine.device),
-            keep=self.run.checkpoint.keep,
         )
-        monitor.saved(folder)
+        if wait:
+            self._saver.wait()
+        monitor.waited_for_save(time.perf_counter() - started)
+        self._report_saved(monitor)
+        monitor.complete()
+
+    def _report_saved(self, monitor: Monitor) -> None:
+        if (saved := self._saver.take_saved()) is not None:
+            monitor.saved(saved)
 
     def find_checkpoint(self, which: str | None) -> Path | None:
-        """What ``--resume`` means in this run folder. Collective over the world.
+        """What ``--resume`` means in this run folder; what is passed over is said. Collective over
+        the world.
 
         Raises:
             CheckpointError: it names one that is not there or not complete.
         """
-        return from_rank_0(lambda: None if which is None else find(self.output, which))
+        return from_rank_0(lambda: None if which is None else find(self.output, which, say=say))
 
     def restore(self, folder: Path) -> None:
         """Continue from a checkpoint, of this layout or another. Collective over the world.
@@ -395,6 +444,7 @@ class Trainer:
         self.progress = Progress(
             extra["step"], extra["consumed_samples"], extra["skipped_in_a_row"]
         )
+        self._last_metrics = extra.get("metrics")
 
     # -- what the user sees -----------------------------------------------------------------
 
@@ -409,6 +459,7 @@ class Trainer:
             is_speaker=is_speaker,
             total_steps=self.total_steps,
             start=self.progress.step,
+            last=self._last_metrics,
             num_devices=self.run.parallel.world_size,
             flops_per_step=self._flops_per_step() if is_speaker else None,
             peak_tflops=peak,

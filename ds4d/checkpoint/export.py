@@ -13,6 +13,7 @@ from typing import Any, Iterator
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from ds4d.checkpoint.errors import CheckpointError, WrongPath
 from ds4d.checkpoint.files import discard, temp_beside
@@ -26,10 +27,16 @@ from ds4d.model.build import DTYPES
 logger = logging.getLogger(__name__)
 
 MAX_SHARD = "5GB"
+_LAYER = re.compile(r".*?\.\d+\.")  # what is converted together has one of these in common
 
 
 def export(
-    checkpoint: Path, out: Path, *, dtype: str | None = None, force: bool = False
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_size: str = MAX_SHARD,
+    force: bool = False,
 ) -> Path:
     """Write config, weights and tokenizer to ``out``, which appears whole or not at all.
 
@@ -40,6 +47,7 @@ def export(
         checkpoint: a checkpoint, or a run folder (its newest).
         dtype: ``"fp32" | "bf16" | "fp16"``; default: the dtype that was trained in. What the
             family keeps in fp32 stays so.
+        max_shard_size: of a file of weights, as ``"5GB"``; a larger tensor has a file of its own.
         force: replace ``out`` where it is an exported model.
     Returns:
         ``out``.
@@ -54,8 +62,10 @@ def export(
     temp = temp_beside(out)
     try:
         temp.mkdir(parents=True)
-        tensors = _read(checkpoint, model, temp)
-        model.save_pretrained(temp, state_dict=tensors, max_shard_size=MAX_SHARD)
+        tensors = _as_stored(model, _read(checkpoint, model, temp), temp)
+        model.save_pretrained(
+            temp, state_dict=tensors, max_shard_size=max_shard_size, save_original_format=False
+        )
         _copy_tokenizer(checkpoint, temp)
         for weights in temp.glob("*.safetensors"):  # the library makes them private to the user
             weights.chmod((temp / "config.json").stat().st_mode)
@@ -103,8 +113,11 @@ def _wanted(model: PreTrainedModel) -> Iterator[tuple[str, str, torch.Size, torc
     parameters = dict(model.named_parameters())  # tied ones once
     persistent = model.state_dict()
     buffers = {n: b for n, b in model.named_buffers() if n in persistent}
+    ignored = set(model._keys_to_ignore_on_save or ())
     for kind, tensors in (("weight", parameters), ("buffer", buffers)):
         for name, tensor in tensors.items():
+            if name in ignored:
+                continue
             keep = any(re.search(pattern, name) for pattern in in_fp32)
             yield f"{kind}/{name}", name, tensor.shape, torch.float32 if keep else tensor.dtype
 
@@ -123,6 +136,30 @@ def _read(checkpoint: Path, model: PreTrainedModel, scratch: Path) -> dict[str, 
     raise_mismatches(checkpoint, mismatches(reader.metadata, state, convert=True))
     read_here(reader, state)
     return tensors
+
+
+def _as_stored(
+    model: PreTrainedModel, tensors: dict[str, torch.Tensor], scratch: Path
+) -> dict[str, torch.Tensor]:
+    """Under the names and in the shapes that the family has on the hub: experts one by one, say.
+
+    transformers converts all that it is given in memory, so it is given a layer at a time; what it
+    makes goes to mapped files again. Empties ``tensors``.
+    """
+    layers: dict[str, list[str]] = {}
+    for name in tensors:
+        layer = _LAYER.match(name)
+        layers.setdefault(layer[0] if layer else "", []).append(name)
+    stored = {}
+    for names in layers.values():
+        given = {name: tensors.pop(name) for name in names}
+        whole = {id(tensor) for tensor in given.values()}
+        for name, tensor in revert_weight_conversion(model, given).items():
+            if id(tensor) not in whole:
+                made = tensor
+                tensor = _mapped(scratch / "tensor", made.shape, made.dtype).copy_(made)
+            stored[name] = tensor
+    return stored
 
 
 def _mapped(path: Path, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

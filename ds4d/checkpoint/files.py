@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,13 +92,24 @@ def replace_text(path: Path, text: str) -> None:
     flush(path.parent)
 
 
-def checksum(path: Path) -> str:
-    """The xxh3-128 of a file, as ``FileRecord`` has it."""
+def checksum(path: Path, *, watch: Callable[[int], Any] = lambda _: None) -> str:
+    """The xxh3-128 of a file, as ``FileRecord`` has it.
+
+    Args:
+        watch: called with the bytes of each block that has been read.
+    """
     digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
         while block := file.read(READ_BYTES):
             digest.update(block)
+            watch(len(block))
     return digest.hexdigest()
+
+
+def damage(folder: Path, record: FileRecord, found: str) -> str:
+    """What to say of a file whose checksum is ``found``."""
+    what = f"its checksum is {found}, {record.xxh3} was written"
+    return f"{folder / record.name} is damaged: {what}"
 
 
 def temp_beside(path: Path) -> Path:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ds4d.checkpoint.errors import CheckpointError, WrongPath
 from ds4d.checkpoint.folder import (
-    MANIFEST,
-    STEP_FOLDER,
     Manifest,
     checkpoints_folder,
     complete_manifest,
+    is_checkpoint,
     step_folders,
 )
 
 logger = logging.getLogger(__name__)
+
+Say = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def list_checkpoints(root: Path) -> list[Checkpoint]:
     return sorted(complete, key=lambda c: -c.manifest.generation) + unusable
 
 
-def find(root: Path, which: str) -> Path | None:
+def find(root: Path, which: str, *, say: Say = logger.warning) -> Path | None:
     """The folder of the checkpoint that ``which`` means. Not collective.
 
     Args:
@@ -54,32 +57,33 @@ def find(root: Path, which: str) -> Path | None:
         which: ``"auto"``: the newest complete checkpoint, None where there is none;
             ``"latest"``: the same, but there must be one;
             anything else: the path of a checkpoint, or of a run folder (its newest).
+        say: gets a line for each checkpoint that is passed over because it is not usable.
     Raises:
         CheckpointError: there is none, or the one named is not complete.
     """
     if which == "auto":
-        return _newest(root)
-    return locate(root if which == "latest" else Path(which))
+        return _newest(root, say)
+    return locate(root if which == "latest" else Path(which), say=say)
 
 
-def locate(path: Path) -> Path:
+def locate(path: Path, *, say: Say = logger.warning) -> Path:
     """The checkpoint at a path: the folder itself, or a run folder's newest complete one.
 
     Raises:
         CheckpointError: the folder is not a complete checkpoint, or the run has none.
     """
-    if STEP_FOLDER.fullmatch(path.resolve().name) or (path / MANIFEST).exists():
+    if is_checkpoint(path):
         complete_manifest(path)
         return path
-    newest = _newest(path)
+    newest = _newest(path, say)
     if newest is None:
         raise WrongPath(f"{checkpoints_folder(path)}: no complete checkpoint there")
     return newest
 
 
-def _newest(root: Path) -> Path | None:
+def _newest(root: Path, say: Say) -> Path | None:
     checkpoints = list_checkpoints(root)
     for each in checkpoints:
         if each.problem:
-            logger.warning("checkpoint passed over: %s", each.problem)
+            say(f"checkpoint passed over: {each.problem}")
     return next((each.folder for each in checkpoints if each.manifest), None)

@@ -35,10 +35,13 @@ STEP_FOLDER = re.compile(r"(\.old-)?step-(\d{8,})")
 
 @dataclass(frozen=True)
 class Manifest:
+    """``saved_at``: UTC, ISO 8601."""
+
     format: int
     step: int
     generation: int
     world_size: int
+    saved_at: str
     versions: dict[str, str]
     files: list[FileRecord]
     extra: dict[str, Any]
@@ -57,6 +60,11 @@ def step_folders(root: Path) -> list[tuple[int, Path]]:
     paths = sorted(parent.iterdir()) if parent.is_dir() else []
     matches = ((STEP_FOLDER.fullmatch(path.name), path) for path in paths)
     return [(int(match[2]), path) for match, path in matches if match]
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is meant to be a checkpoint, complete or not, rather than a run folder."""
+    return bool(STEP_FOLDER.fullmatch(path.resolve().name)) or (path / MANIFEST).exists()
 
 
 def step_name(step: int) -> str:

@@ -19,7 +19,7 @@ from ds4d.checkpoint.errors import (
     gather,
     together,
 )
-from ds4d.checkpoint.files import FileRecord, checksum
+from ds4d.checkpoint.files import FileRecord, checksum, damage
 from ds4d.checkpoint.folder import complete_manifest, rank_state_name, read_manifest
 from ds4d.checkpoint.logical import LogicalTensor
 from ds4d.checkpoint.planners import PieceLoadPlanner
@@ -87,10 +87,7 @@ def _verify(folder: Path, records: list[FileRecord]) -> None:
     for record in records:
         found = checksum(folder / record.name)
         if found != record.xxh3:
-            raise CheckpointError(
-                f"{folder / record.name} is damaged: its checksum is {found}, "
-                f"{record.xxh3} was written"
-            )
+            raise CheckpointError(damage(folder, record, found))
 
 
 def mismatches(

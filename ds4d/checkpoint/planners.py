@@ -47,6 +47,7 @@ class PieceSavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.planned_bytes = 0  # what this rank is to write
+        self.offered: list[WriteItem] = []
 
     def set_up_planner(
         self,
@@ -65,6 +66,7 @@ class PieceSavePlanner(DefaultSavePlanner):
                 if piece.tensor.numel():
                     items.append(_write_item(name, logical, piece))
                     self._pieces[items[-1].index] = piece.tensor
+        self.offered = items
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

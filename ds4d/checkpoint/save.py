@@ -1,10 +1,13 @@
 """Saving: a checkpoint appears whole under its final name, or not at all.
 
 1. Rank 0 clears what earlier crashes left and makes a temporary folder.
-2. Every rank writes its share of the tensors and its own state there; each file is hashed while it
-   is written and flushed to the disk.
-3. Rank 0 checks that all files are there, writes the manifest and flushes the folder.
-4. Rank 0 renames the folder to its final name, then replaces ``latest``, then removes what is
+2. The ranks agree who writes what, as in the last save where nothing about it has changed on any:
+   of many ranks, the plans of all are much to gather. With a ``HostMemory`` each copies its share of the tensors:
+   from here on they may change, and the rest may be done on another thread.
+3. Every rank writes its share and its own state; each file is hashed while it is written and
+   flushed to the disk.
+4. Rank 0 checks that all files are there, writes the manifest and flushes the folder.
+5. Rank 0 renames the folder to its final name, then replaces ``latest``, then removes what is
    older than ``keep``.
 
 All ranks agree after each phase. A failure on one rank ends the save on every rank with the same
@@ -18,17 +21,26 @@ import io
 import os
 import shutil
 import warnings
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterator, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint.planner import WriteItem
 
-from ds4d.checkpoint.errors import CheckpointError, RanksFailed, dcp_failures, gather
+from ds4d.checkpoint.errors import (
+    CheckpointError,
+    RanksFailed,
+    dcp_failures,
+    gather,
+    together,
+)
 from ds4d.checkpoint.files import (
     TRASH,
     FileRecord,
@@ -50,10 +62,13 @@ from ds4d.checkpoint.folder import (
     step_folders,
     step_name,
 )
+from ds4d.checkpoint.host_memory import HostMemory
 from ds4d.checkpoint.logical import LogicalTensor
 from ds4d.checkpoint.planners import PieceSavePlanner
 from ds4d.checkpoint.storage import SafetensorsWriter
 from ds4d.durable import flush
+
+T = TypeVar("T")
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 PACKAGES = ("ds4d", "torch", "deepspeed", "transformers")
@@ -69,50 +84,143 @@ def save(
     keep: int | None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Write ``OUTPUT/checkpoints/step-STEP``; a checkpoint of that step is replaced.
+    """``Saving``, both halves at once.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    saving = Saving(root, step, keep=keep)
+    saving.take(state, extra=extra, rank_state=rank_state, group=group)
+    saving.write(group=group)
+    return saving.folder
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who writes what.
+
+    Attributes:
+        offered: what this rank holds.
+        assigned: what of it this rank writes.
+        index: rank 0's.
+    """
+
+    offered: list[WriteItem]
+    assigned: SavePlan
+    index: dict[str, Any] | None
+
+
+class Saving:
+    """Writes ``OUTPUT/checkpoints/step-STEP``; a checkpoint of that step is replaced.
 
     Args:
         root: the run folder, on a file system that all ranks share.
-        state: what this rank holds, on any device.
-        extra: JSON for all ranks; rank 0's is written.
-        rank_state: tensors and plain Python values of this rank (random states).
         keep: how many complete checkpoints to keep, this one included; None keeps all.
-    Returns:
-        The checkpoint's folder.
+        plan: of the run's last save, if there was one.
+
+    Attributes:
+        folder: the checkpoint's.
+        plan: for the next save, after ``take``.
+        bytes: of all its files, once they are written.
+
     Raises:
-        CheckpointError: the same on all ranks.
-    Collective: ``group`` (default: the world); without ``torch.distributed``, one rank.
+        CheckpointError: from both halves, the same on all ranks.
     """
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
-    assert keep is None or keep > 0, f"keep {keep} would remove the checkpoint just written"
-    planner, temp = PieceSavePlanner(), None
-    final = checkpoints_folder(root) / step_name(step)
-    outcome = "was not saved"
 
-    def lead(act: Callable[..., Any], *args: Any) -> Any:
-        return gather(lambda: act(*args) if rank == 0 else None, group=group)[0]
+    def __init__(
+        self, root: Path, step: int, *, keep: int | None, plan: Plan | None = None
+    ) -> None:
+        assert keep is None or keep > 0, f"keep {keep} would remove the checkpoint just written"
+        self.folder = checkpoints_folder(root) / step_name(step)
+        self.bytes = 0
+        self._step, self._keep = step, keep
+        self.plan = plan
+        self._planner = PieceSavePlanner()
+        self._temp: Path | None = None
 
-    try:
-        temp = lead(_begin, final)
-        writer = SafetensorsWriter(temp, rank)
+    def take(
+        self,
+        state: dict[str, LogicalTensor],
+        *,
+        extra: dict[str, Any],
+        rank_state: dict[str, Any],
+        memory: HostMemory | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Settle what is written. Without ``memory``, ``state`` must not change before ``write``
+        is through.
+
+        Args:
+            state: what this rank holds, on any device.
+            extra: JSON for all ranks; rank 0's is written.
+            rank_state: tensors and plain Python values of this rank (random states).
+        Collective: ``group`` (default: the world); without ``torch.distributed``, one rank.
+        """
+        with self._failing_alike(group):
+            self._temp = _lead(lambda: _begin(self.folder), group)
+            self._writer = SafetensorsWriter(self._temp, _rank(group), memory=memory)
+            if all(gather(lambda: self._repeats(state), group=group)):
+                together(self._repeat, group=group)
+            else:
+                self._agree(state, group)
+            self._rank_state = together(lambda: _as_bytes(rank_state), group=group)
+            self._extra = extra
+
+    def _repeats(self, state: dict[str, LogicalTensor]) -> bool:
+        """Whether this rank offers what it did in the last save."""
+        self._planner.set_up_planner(state)
+        offered = self._planner.create_local_plan().items
+        return self.plan is not None and self.plan.offered == offered
+
+    def _repeat(self) -> None:
+        self._writer.write_data(self._planner.finish_plan(self.plan.assigned), self._planner)
+        self._writer.index = self.plan.index
+
+    def _agree(self, state: dict[str, LogicalTensor], group: dist.ProcessGroup | None) -> None:
+        writer, planner = self._writer, self._planner
         with dcp_failures(), warnings.catch_warnings(action="ignore"):  # DCP on "one process"
             dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
-        records = gather(
-            lambda: [*writer.records, _write_rank_state(temp, rank, rank_state)], group=group
-        )
-        lead(_publish, temp, final, _manifest(step, extra, records))
-        outcome = "is saved, but the folder could not be tidied"
-        lead(_tidy, final, keep)
-    except RanksFailed as failed:
-        needed = sum(gather(lambda: planner.planned_bytes, group=group))
-        lead(_remove, temp)
-        text = f"the checkpoint of step {step} {outcome}: {failed}"
-        raise CheckpointError(text + _hint(failed, final.parent, needed)) from None
-    except BaseException:  # a rank is lost, or the user stops the run
-        if rank == 0:
-            _remove(temp)
-        raise
-    return final
+        self.plan = Plan(planner.offered, writer.plan, writer.index)
+
+    def write(self, *, group: dist.ProcessGroup | None = None) -> None:
+        """Bring it to the disk and give it its name. Collective: as ``take``; the group may be
+        another one of the same ranks."""
+        with self._failing_alike(group):
+            records = gather(lambda: self._write_here(_rank(group)), group=group)
+            manifest = _manifest(self._step, self._extra, records)
+            _lead(lambda: _publish(self._temp, self.folder, manifest), group)
+            self.bytes = sum(record.bytes for record in manifest.files)
+        with self._failing_alike(group, "is saved, but the folder could not be tidied"):
+            _lead(lambda: _tidy(self.folder, self._keep), group)
+
+    def _write_here(self, rank: int) -> list[FileRecord]:
+        path = self._temp / rank_state_name(rank)
+        return [*self._writer.write(), write_bytes(path, self._rank_state)]
+
+    @contextmanager
+    def _failing_alike(
+        self, group: dist.ProcessGroup | None, outcome: str = "was not saved"
+    ) -> Iterator[None]:
+        try:
+            yield
+        except RanksFailed as failed:
+            needed = sum(gather(lambda: self._planner.planned_bytes, group=group))
+            _lead(lambda: _remove(self._temp), group)
+            text = f"the checkpoint of step {self._step} {outcome}: {failed}"
+            raise CheckpointError(text + _hint(failed, self.folder.parent, needed)) from None
+        except BaseException:  # a rank is lost, or the user stops the run
+            if _rank(group) == 0:
+                _remove(self._temp)
+            raise
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def _lead(act: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """What rank 0 does, and what came of it, on all ranks."""
+    return gather(lambda: act() if _rank(group) == 0 else None, group=group)[0]
 
 
 def _begin(final: Path) -> Path:
@@ -130,12 +238,12 @@ def _begin(final: Path) -> Path:
     return temp
 
 
-def _write_rank_state(folder: Path, rank: int, rank_state: dict[str, Any]) -> FileRecord:
+def _as_bytes(rank_state: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(rank_state, buffer)
     buffer.seek(0)
     torch.load(buffer, weights_only=True)  # refuse now what could not be loaded later
-    return write_bytes(folder / rank_state_name(rank), buffer.getvalue())
+    return buffer.getvalue()
 
 
 def _manifest(step: int, extra: dict[str, Any], records: list[list[FileRecord]]) -> Manifest:
@@ -144,6 +252,7 @@ def _manifest(step: int, extra: dict[str, Any], records: list[list[FileRecord]])
         step=step,
         generation=0,
         world_size=len(records),
+        saved_at=datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds"),
         versions={name: version(name) for name in PACKAGES},
         files=[record for of_rank in records for record in of_rank],
         extra=extra,

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ds4d.checkpoint.files import DurableFile, FileRecord, write_json
+from ds4d.checkpoint.host_memory import HostMemory
 from ds4d.tensor_file import DTYPES, TensorFile
 
 INDEX = "index.json"
@@ -47,13 +48,22 @@ SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class SafetensorsWriter(StorageWriter):
     """Writes this rank's boxes to ``data-RANK.safetensors``, and on the coordinator the index.
 
-    ``records`` lists the files that this rank has written.
+    DCP plans and collects, collectively; nothing is on the disk before ``write``, which is this
+    rank's alone and may come later, on another thread.
+
+    Args:
+        memory: the boxes are copied there when DCP hands them over; None: ``write`` must come before
+            they change.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, *, memory: HostMemory | None = None) -> None:
         self.folder = folder
-        self.records: list[FileRecord] = []
+        self._memory = memory
         self._path = folder / f"data-{rank:05d}.safetensors"
+        self._header = b""
+        self._boxes: list[torch.Tensor] = []
+        self.plan: SavePlan | None = None  # what this rank writes
+        self.index: dict[str, Any] | None = None  # the coordinator's
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         assert checkpoint_id is None, "the folder is given to the constructor"
@@ -68,23 +78,32 @@ class SafetensorsWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self.plan = plan
         # wide dtypes first: every tensor then starts at a multiple of its item size
         items = sorted(plan.items, key=lambda i: -i.tensor_data.properties.dtype.itemsize)
-        results = []
-        if items:
-            header, sizes = _header(items)
-            with DurableFile(self._path) as file:
-                file.write(header)
-                for item in items:
-                    for block in _blocks(planner.resolve_data(item)):
-                        file.write(block)
-                self.records.append(file.finish())
-            results = [WriteResult(i.index, n, self._path.name) for i, n in zip(items, sizes)]
-        return _done(results)
+        self._header, sizes = _header(items)
+        self._boxes = [planner.resolve_data(item) for item in items]
+        if self._memory is not None:
+            self._boxes = self._memory.copies(self._boxes)
+        return _done([WriteResult(i.index, n, self._path.name) for i, n in zip(items, sizes)])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         files = {each.index: each.storage_data for rank in results for each in rank}
-        self.records.append(write_json(self.folder / INDEX, _index(metadata, files)))
+        self.index = _index(metadata, files)
+
+    def write(self) -> list[FileRecord]:
+        """Bring it all to the disk. Not collective."""
+        records = []
+        if self._boxes:
+            with DurableFile(self._path) as file:
+                file.write(self._header)
+                for box in self._boxes:
+                    for block in _blocks(box):
+                        file.write(block)
+                records.append(file.finish())
+        if self.index is not None:
+            records.append(write_json(self.folder / INDEX, self.index))
+        return records
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:

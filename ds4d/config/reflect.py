@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ds4d.config.types import key_of
+
 SIMPLE = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "string"}
 BOUNDS = {"Gt": "exclusiveMinimum", "Ge": "minimum", "Lt": "exclusiveMaximum", "Le": "maximum"}
 MISSING = dataclasses.MISSING
@@ -124,7 +126,10 @@ def _fields(cls: type) -> Iterator[Field]:
         hints = typing.get_type_hints(cls, include_extras=True)
         for field in dataclasses.fields(cls):
             yield Field(
-                field.name, hints[field.name], field.default, description=texts.get(field.name)
+                key_of(field.name),
+                hints[field.name],
+                field.default,
+                description=texts.get(field.name),
             )
         return
     for name, info in cls.model_fields.items():

@@ -13,7 +13,7 @@ from ds4d.config import batch
 from ds4d.config.autos import AUTO_BUCKETS, AUTO_OPTIMIZER, MAX_GRAD_NORM, WARMUP_STEPS
 from ds4d.config.draft import AUTO, Draft
 from ds4d.config.notes import find_notes
-from ds4d.config.types import SECTIONS, PrecisionConfig, RunConfig
+from ds4d.config.types import SECTIONS, PrecisionConfig, RunConfig, key_of
 from ds4d.config.validate import params_schema
 
 
@@ -117,8 +117,9 @@ def _fill_zero(draft: Draft, zero: dict[str, Any]) -> None:
 def build(cls: type, values: Mapping[str, Any]) -> Any:
     """A dataclass of ``types.py`` from its part of the file."""
     hints = typing.get_type_hints(cls)
-    names = [field.name for field in dataclasses.fields(cls) if field.name in values]
-    return cls(**{name: _convert(hints[name], values[name]) for name in names})
+    names = {field.name: key_of(field.name) for field in dataclasses.fields(cls)}
+    given = {name: values[key] for name, key in names.items() if key in values}
+    return cls(**{name: _convert(hints[name], value) for name, value in given.items()})
 
 
 def _convert(hint: Any, value: Any) -> Any:
@@ -130,8 +131,13 @@ def _convert(hint: Any, value: Any) -> Any:
 
 def resolved(run: RunConfig) -> dict[str, Any]:
     """The whole file with nothing left open; it loads again to an equal ``RunConfig``."""
-    block = {name: _plain(dataclasses.asdict(getattr(run, name))) for name in SECTIONS}
+    block = {name: _section(getattr(run, name)) for name in SECTIONS}
     return {**_plain(run.deepspeed), "ds4d": {**block, "recompute": run.recompute}}
+
+
+def _section(section: Any) -> dict[str, Any]:
+    values = dataclasses.asdict(section)
+    return {key_of(name): _plain(value) for name, value in values.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -21,12 +21,18 @@ _BOUND = r"\s*(-?\d+|\d+(\.\d+)?\s*%)?\s*"
 Slice = Annotated[str, ("pattern", f"^{_BOUND}:{_BOUND}$"), ("examples", ("95%:", "100:200"))]
 
 
+def key_of(field: str) -> str:
+    """The key in the file: ``async_`` stands for ``async``, which Python keeps for itself."""
+    return field.removesuffix("_")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Which model. Exactly one of ``path`` (weights are loaded) and ``config`` (from scratch)."""
 
     path: str | None = None
-    """Folder or hub id of a Hugging Face causal language model; its weights are loaded."""
+    """Folder or hub id of a Hugging Face causal language model, or a checkpoint or run folder of
+    ds4d (its newest checkpoint); its weights are loaded."""
 
     config: Mapping[str, Any] | None = None
     """Hugging Face config fields, with ``model_type``; the weights start from scratch.
@@ -228,6 +234,11 @@ class CheckpointConfig:
 
     final: bool = True
     """Write one after the last step."""
+
+    async_: bool = False
+    """Train on while a checkpoint is written: training waits only until each rank has copied its
+    share of it to host memory, which stays taken (pinned, with GPUs): the size of a checkpoint
+    divided by the number of ranks. The next save waits for the last, and so does the end."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from ds4d.data.corpus import Corpus
 from ds4d.data.errors import DataError
 from ds4d.data.progress import Bar
 from ds4d.data.tokenise import segments
+from ds4d.model.config import tokenizer_source
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 SMALLEST_VOCAB = 256 + 2  # every byte, EOS, PAD
@@ -43,7 +44,7 @@ def get_tokenizer(
         return _load("ds4d.data.tokenizer.path", config.path)
     if model.path is not None:
         try:
-            return _load("ds4d.model.path", model.path)
+            return _load("ds4d.model.path", tokenizer_source(model.path))
         except DataError:
             if needed:
                 raise

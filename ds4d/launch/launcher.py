@@ -32,6 +32,7 @@ from ds4d.launch import rank_log
 from ds4d.launch.failure import FAILURE, INTERRUPTED, WRONG_INPUT
 from ds4d.launch.runtime import signal_on_parent_death, visible_gpus
 from ds4d.launch.variables import LOCALHOST, LaunchError, free_port
+from ds4d.run_lock import refuse_locked
 
 WORKER = "ds4d.launch.worker"
 _LAUNCH = "deepspeed.launcher.launch"
@@ -96,6 +97,7 @@ def plan_job(
     Raises:
         ConfigError: everything that is wrong with the file.
         LaunchError: what is wrong with ``nproc``, ``hostfile`` or ``output``.
+        FolderInUse: another run uses ``output``.
     """
     gpus, hosts = visible_gpus(), {}
     if hostfile is not None:
@@ -113,6 +115,7 @@ def plan_job(
     if hosts and (note := matrices_over_hosts(run.parallel, hosts)):  # the ranks do not know them
         print(f"ds4d: note: {note}", file=sys.stderr)
     rank_log.make_folder(output)
+    refuse_locked(output)
     args = [str(config), f"--output={output.absolute()}"]
     args += [word for override in overrides for word in ("--set", override)]
     args += [f"--resume={resume}"] if resume else []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from ds4d import comm  # noqa: F401 (its operators)
 from ds4d.attention import context
 from ds4d.attention.context import ContextParallel
 from ds4d.config.types import ModelConfig
+from ds4d.model.checkpoint_weights import CheckpointWeights
 from ds4d.model.config import model_folder
 from ds4d.model.initial import InitialValues
 from ds4d.model.meta import logical_model, meta_model
@@ -103,10 +105,15 @@ def build_model(
     logical = logical_model(config)
     values = InitialValues(logical, seed=seed)
     if model.path is not None:
-        values = stored_or_initial(Weights(model_folder(model.path), logical), values)
+        values = stored_or_initial(_stored(model_folder(model.path), logical), values)
     fill(built, values, device=device, partition=partition)
     _enable_recompute(built, recompute)
     return built
+
+
+def _stored(folder: Path, logical: PreTrainedModel) -> Stored:
+    is_exported = (folder / "config.json").is_file()
+    return (Weights if is_exported else CheckpointWeights)(folder, logical)
 
 
 class Values(Protocol):

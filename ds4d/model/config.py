@@ -30,9 +30,13 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ds4d.checkpoint.errors import CheckpointError
+from ds4d.checkpoint.find import locate
+from ds4d.checkpoint.folder import is_checkpoint, read_manifest, tokenizer_folder
 from ds4d.config.model_facts import field
 from ds4d.config.types import ModelConfig
 from ds4d.router_trial import why_not_balanced
+from ds4d.run_lock import FolderInUse, refuse_locked
 
 # Kept by save_pretrained in every config.json; they say nothing about the model's shape.
 BOOKKEEPING = ("model_type", "auto_map", "_name_or_path", "_attn_implementation_autoset")
@@ -125,14 +129,15 @@ def why_not_trainable(config: PreTrainedConfig) -> str | None:
 
 
 def model_folder(path: str) -> Path:
-    """The local folder of ``ds4d.model.path``; a hub id is downloaded (once a host).
+    """The local folder of ``ds4d.model.path``, with a ``config.json`` or a ds4d checkpoint: of a run
+    folder its newest. A hub id is downloaded (once a host).
 
     Raises:
         ValueError: there is no such folder, and no such model can be had from the hub.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
-        return folder
+        return _local(folder)
     try:
         patterns = ["*.json", "model*.safetensors", "*.model", "*.txt", "*.jinja"]
         return Path(snapshot_download(path, allow_patterns=patterns))
@@ -140,11 +145,35 @@ def model_folder(path: str) -> Path:
         raise _not_found(path, error) from error
 
 
+def _local(folder: Path) -> Path:
+    if (folder / "config.json").is_file():
+        return folder
+    try:
+        if not is_checkpoint(folder):
+            refuse_locked(folder)  # else ranks might each find another one the newest
+        return locate(folder)
+    except FolderInUse as error:
+        raise ValueError(f"ds4d.model.path: {error}, or one of its checkpoints") from None
+    except CheckpointError as error:
+        raise ValueError(
+            f"ds4d.model.path: {folder} has no config.json, so it is no Hugging Face folder, nor is "
+            f"it a checkpoint or run folder of ds4d: {error}"
+        ) from None
+
+
+def tokenizer_source(path: str) -> str:
+    """Where the tokenizer of ``ds4d.model.path`` is, in transformers' words."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return path
+    return str(tokenizer_folder(_local(folder)))
+
+
 def _from_path(path: str) -> PreTrainedConfig:
     folder = Path(path).expanduser()
     local = folder.is_dir()
-    if local and not (folder / "config.json").is_file():
-        raise ValueError(f"ds4d.model.path: {folder} has no config.json, so it is no model folder")
+    if local and not (folder := _local(folder)).joinpath("config.json").is_file():
+        return AutoConfig.for_model(**read_manifest(folder).extra["hf_config"])
     try:
         config = AutoConfig.from_pretrained(
             folder if local else path, local_files_only=local, trust_remote_code=False

@@ -18,13 +18,17 @@ class MetricsFile:
         path: the file. What an earlier run wrote for steps after ``start`` is cut, a line that was
             cut short too; with ``start`` 0 an earlier run's file is kept as ``*.old``.
         start: the step that this run continues from.
+        last: that step's object, written if the run was killed between its checkpoint and its line.
     """
 
-    def __init__(self, path: Path, *, start: int) -> None:
+    def __init__(
+        self, path: Path, *, start: int, last: Mapping[str, Any] | None = None
+    ) -> None:
         self._path = path
-        if path.exists():
-            self._cut(start)
+        lacks_last = path.exists() and self._cut(start) == start - 1
         self._file = open(path, "a", encoding="utf-8")
+        if lacks_last and last is not None:
+            self.write(last)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         finite = {key: _finite(value) for key, value in metrics.items()}
@@ -34,15 +38,17 @@ class MetricsFile:
     def close(self) -> None:
         self._file.close()
 
-    def _cut(self, start: int) -> None:
+    def _cut(self, start: int) -> int:
+        """The last step that is left."""
         if start == 0:
             if self._path.stat().st_size:
                 os.replace(self._path, self._path.with_name(self._path.name + ".old"))
-            return
+            return start
         kept = [entry for entry in read_metrics(self._path) if entry["step"] <= start]
         temporary = self._path.with_name(self._path.name + ".tmp")
         temporary.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
         os.replace(temporary, self._path)
+        return kept[-1]["step"] if kept else 0
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

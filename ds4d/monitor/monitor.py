@@ -15,6 +15,7 @@ from ds4d.monitor.plot import plot_losses
 from ds4d.pipeline.timeline import Timeline, write
 
 if TYPE_CHECKING:
+    from ds4d.checkpoint.saver import Saved
     from ds4d.pipeline.recorder import Measured
 
 
@@ -27,6 +28,7 @@ class Monitor:
         output: the run folder.
         is_speaker: whether this is rank 0.
         total_steps, start, num_devices, flops_per_step, peak_tflops: see ``Display``.
+        last: what ``metrics.jsonl`` has, or should have, of step ``start``.
         plot: whether ``finished`` draws the loss curve.
         deepspeed: DeepSpeed's own writers (tensorboard, wandb, csv), as the file asks for them.
     """
@@ -38,6 +40,7 @@ class Monitor:
         is_speaker: bool,
         total_steps: int,
         start: int = 0,
+        last: Mapping[str, Any] | None = None,
         num_devices: int = 1,
         flops_per_step: float | None = None,
         peak_tflops: float | None = None,
@@ -51,9 +54,11 @@ class Monitor:
         self._last_checkpoint: Path | None = None
         self._timeline: Path | None = None
         self._last: Mapping[str, Any] = {}
+        self._unwritten: Mapping[str, Any] | None = None
+        self._about_saves: dict[str, Any] = {}
         self._metrics = self._display = None
         if is_speaker:
-            self._metrics = MetricsFile(output / "metrics.jsonl", start=start)
+            self._metrics = MetricsFile(output / "metrics.jsonl", start=start, last=last)
             self._display = Display(
                 screen.console(),
                 total_steps=total_steps,
@@ -69,15 +74,28 @@ class Monitor:
     def __exit__(self, *_: object) -> None:
         if self._display is not None:
             self._display.close()
+            self.complete()
             self._metrics.close()
 
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        """One optimizer step: the object for ``metrics.jsonl``, ``eval_loss`` in it if there is."""
+    def step(self, metrics: Mapping[str, Any], *, complete: bool = True) -> None:
+        """One optimizer step: the object for ``metrics.jsonl``, ``eval_loss`` in it if there is.
+
+        Args:
+            complete: False where more is to be told of it: ``complete`` follows.
+        """
         if self._display is not None:
-            self._metrics.write(metrics)
             self._display.step(metrics)
+            self._last = self._unwritten = metrics
+            if complete:
+                self.complete()
+
+    def complete(self) -> None:
+        """Nothing more is told of the last step."""
+        if self._display is not None and self._unwritten is not None:
+            metrics = {**self._unwritten, **self._about_saves}
+            self._unwritten, self._about_saves = None, {}
+            self._metrics.write(metrics)
             self._write_events(metrics)
-            self._last = metrics
 
     def timeline(self, measured: Measured) -> None:
         """When the passes of the last step ran on the ranks of the first pipeline: a picture, a
@@ -105,10 +123,17 @@ class Monitor:
         if self._display is not None:
             self._display.line(text)
 
-    def saved(self, folder: Path) -> None:
-        """A checkpoint is complete."""
-        self._last_checkpoint = folder
-        self.note(f"saved {folder}")
+    def saved(self, saved: Saved) -> None:
+        """A checkpoint is complete, maybe of an earlier step."""
+        self._last_checkpoint = saved.folder
+        self._about_saves["save_bytes"] = saved.bytes
+        if saved.background_seconds is not None:
+            self._about_saves["background_save_seconds"] = saved.background_seconds
+        self.note(f"saved {saved.folder}")
+
+    def waited_for_save(self, seconds: float) -> None:
+        """Training stood still for it after the last step."""
+        self._about_saves["save_seconds"] = seconds
 
     def resumed(self, folder: Path, step: int) -> None:
         """Training goes on from a checkpoint."""

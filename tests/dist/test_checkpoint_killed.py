@@ -23,6 +23,8 @@ from ds4d.checkpoint.find import find
 from ds4d.checkpoint.load import load
 from ds4d.checkpoint.logical import LogicalTensor, Piece
 from ds4d.checkpoint.save import save
+from ds4d.monitor.metrics import read_metrics
+from tests.dist.test_trainer import TINY_GPT2, config, corpus, curve  # noqa: F401
 from tests.harness import PRELOAD
 
 TRIALS = 20
@@ -203,3 +205,76 @@ def test_killed_before_every_act_on_the_file_system(tmp_path, again):
     """Each crash point in turn, with ``keep`` 1: there is one other checkpoint, or, when a step is
     saved again, none."""
     in_a_fresh_process(every_act, tmp_path, again)
+
+
+def train_rank(file, output, rank, meeting, pipe):
+    from tests.dist.test_trainer import job
+    from tests.harness import _enter
+
+    log = open(output / f"log-{rank}.txt", "a")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    try:
+        _enter(rank, 4, str(meeting))
+        job(file, output, resume="auto")
+        os._exit(0)  # as run_rank ends
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def start_ranks(file, output, meeting):
+    for folder in (output, meeting):
+        folder.mkdir(parents=True, exist_ok=True)
+    return [start(train_rank, file, output, rank, meeting)[0] for rank in range(4)]
+
+
+def steps_done(output):
+    with suppress(FileNotFoundError):
+        return len(read_metrics(output / "metrics.jsonl"))
+    return 0
+
+
+def train_undisturbed(file, output, meeting):
+    codes = [wait_for(rank, 300) for rank in start_ranks(file, output, meeting)]
+    assert codes == [0] * 4, (output / "log-0.txt").read_text()[-2000:]
+    return curve(read_metrics(output / "metrics.jsonl"))
+
+
+def kill_training(root, file, trials):
+    """By turns beside the training and at once; what was saved is never lost, no rank hangs, and
+    at the end the steps are those of a run that nobody killed, to the bit."""
+    rng, output, checkpoints = random.Random(trials), root / "run", file["ds4d"]["checkpoint"]
+    done = 0
+    for trial in range(trials):
+        checkpoints["async"] = trial % 2 == 0
+        ranks = start_ranks(file, output, root / f"meeting-{trial}")
+        deadline, wanted = time.monotonic() + 300, done + rng.randint(2, 4)
+        while steps_done(output) < wanted:
+            assert time.monotonic() < deadline and all(rank.is_alive() for rank in ranks), (
+                f"trial {trial}: " + (output / "log-0.txt").read_text()[-2000:]
+            )
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.1))
+        for victim in rng.choice([ranks, [rng.choice(ranks)]]):
+            victim.kill()
+        assert None not in [wait_for(rank, 120) for rank in ranks], f"trial {trial}: a rank hangs"
+        newest = find(output, "auto")
+        step = int(newest.name.partition("-")[2]) if newest else 0
+        assert step >= max(done, wanted - 2), f"trial {trial}: {step} after {done} and {wanted}"
+        done = step
+    file["ds4d"]["training"]["steps"] = done + 2
+    walked = train_undisturbed(file, output, root / "meeting-last")
+    checkpoints |= {"every": None, "final": False}
+    assert walked == train_undisturbed(file, root / "whole", root / "meeting-whole")
+    assert sorted(os.listdir(output / "checkpoints")) == ["latest", f"step-{done + 2:08d}"]
+
+
+@pytest.mark.parametrize("trials", [3, pytest.param(30, marks=pytest.mark.slow)])
+def test_training_in_four_dimensions_killed_at_random_moments(corpus, tmp_path, trials):  # noqa: F811
+    file = config(
+        corpus, model=TINY_GPT2, parallel={"tp": 2, "pp": 2},
+        training={"steps": 10_000, "eval_every": None}, checkpoint={"every": 1, "keep": 1},
+    )  # fmt: skip
+    del file["scheduler"]
+    in_a_fresh_process(kill_training, tmp_path, file, trials)

@@ -206,3 +206,50 @@ def test_ranks_that_disagree_are_refused(tmp_path):
     first, second = run_distributed(save_disagreeing, 2, root=tmp_path)
     assert first == second and "weight/a: two ranks hold different boxes" in first
     assert list_checkpoints(tmp_path) == []
+
+
+def save_run(root, beside):
+    """Three saves of one run: the second as the first was cut, the third otherwise on rank 0 only.
+    How often the ranks had to agree anew, and what was loaded after each."""
+    from ds4d.checkpoint.save import Saving
+    from ds4d.checkpoint.saver import Saver
+    from ds4d.mesh import Mesh
+
+    group = Mesh.second_world(timeout_seconds=60) if beside else None
+    full, agreed, right = full_tensors(), 0, []
+    agree = Saving._agree
+
+    def counted(saving, *args):
+        nonlocal agreed
+        agreed += 1
+        agree(saving, *args)
+
+    Saving._agree = counted
+    try:
+        with Saver(root, keep=1, group=group) as saver:
+            for step, more in enumerate((0, 0, 1)):
+                full = {name: tensor + step for name, tensor in full.items()}
+                state = flat_cut(full, (0, 37, 100))
+                own = replicated(torch.full((3 + more,), 1.0 + step))
+                state |= {"weight/rank 0's": own} if dist.get_rank() == 0 else {}
+                saver.save(step, state, extra={}, rank_state={})
+                saver.wait()
+                loaded = flat_cut({n: torch.zeros_like(t) for n, t in full.items()}, (0, 37, 100))
+                loaded["weight/rank 0's"] = replicated(torch.zeros(3 + more))
+                load(saver.take_saved().folder, loaded, verify=True)
+                expected = state | {"weight/rank 0's": own}
+                right += [
+                    torch.equal(mine.tensor, other.tensor)
+                    for name, tensor in loaded.items()
+                    for mine, other in zip(tensor.pieces, expected[name].pieces, strict=True)
+                ]
+    finally:
+        Saving._agree = agree
+    return agreed, all(right), len(right)
+
+
+def test_a_run_plans_anew_only_where_something_has_changed(tmp_path):
+    for beside in (False, True):
+        root = tmp_path / str(beside)
+        for agreed, right, count in run_distributed(save_run, 2, root=root, beside=beside):
+            assert (agreed, right) == (2, True) and count > 30

@@ -3,16 +3,22 @@ harness's; what launchers add is tested in test_launch.py."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import signal
+import sys
 import threading
+import time
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from ds4d.run_lock import locked
 from tests.harness import RankFailure, run_distributed
 from tests.reference import TINY_LLAMA
 
@@ -64,13 +70,16 @@ def config(corpus: Path, *, model=TINY_LLAMA, stage=1, batch=4, micro=1, **ds4d)
     }
 
 
-def job(config: dict, output: Path, resume=None, sigterm_in_step=None, poison=None) -> None:
+def job(
+    config: dict, output: Path, resume=None, sigterm_in_step=None, poison=None, around=nullcontext
+) -> None:
     """One rank of ``trainer.main`` inside a worker that has its process group already."""
     import torch.distributed as dist
 
     from ds4d import trainer
-    from ds4d.launch.variables import Launch
     from ds4d.launch.runtime import Rank
+    from ds4d.launch.variables import Launch
+    from ds4d.monitor import screen
 
     class WorkerRank(Rank):
         def init_distributed(self, timeout_seconds: float) -> None:
@@ -80,6 +89,8 @@ def job(config: dict, output: Path, resume=None, sigterm_in_step=None, poison=No
     output.mkdir(parents=True, exist_ok=True)
     file = output / f"config-{rank}.json"
     file.write_text(json.dumps(config))
+    shown = open(output / f"screen-{rank}.txt", "w")
+    screen.use(shown, shown)
     step = trainer.Engine.train_step
     calls = 0
 
@@ -97,9 +108,12 @@ def job(config: dict, output: Path, resume=None, sigterm_in_step=None, poison=No
     trainer.Engine.train_step = train_step
     try:
         launch = Launch(rank, world, rank, world, "127.0.0.1", 29400)
-        trainer.main(WorkerRank(launch, torch.device("cpu"), output), file, resume=resume)
+        with around():
+            trainer.main(WorkerRank(launch, torch.device("cpu"), output), file, resume=resume)
     finally:
         trainer.Engine.train_step = step
+        screen.use(sys.stderr, sys.stderr)
+        shown.close()
 
 
 def run(world_size: int, config: dict, output: Path, **how) -> list[dict]:
@@ -286,6 +300,28 @@ def test_eval_finds_what_training_found(corpus, tmp_path):
     assert again == found
 
 
+def test_training_starts_from_a_checkpoint_as_from_its_export(corpus, tmp_path):
+    from ds4d.checkpoint.export import export
+    from ds4d.model.config import tokenizer_source
+
+    short = {"steps": 2, "eval_every": None}
+    run(2, config(corpus, training=short, parallel={"tp": 2}), tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "exported", max_shard_size="20KB")
+    save_tokenizer(tmp_path / "run" / "tokenizer")
+    curves = []
+    for index, path in enumerate(("run", "run/checkpoints/step-00000002", "exported")):
+        file = config(corpus, training=short, stage=3)
+        file["ds4d"]["model"] = {"path": str(tmp_path / path)}
+        curves.append(curve(run(2, file, tmp_path / f"from-{index}")))
+        with_tokenizer = Path(tokenizer_source(str(tmp_path / path)), "tokenizer.json").is_file()
+        assert with_tokenizer == (path != "exported")
+    assert curves[0] == curves[1] == curves[2]
+    assert curves[0][0]["loss"] < metrics(tmp_path / "run")[0]["loss"] - 0.01
+    file["ds4d"]["model"] = {"path": str(tmp_path / "run")}
+    with locked(tmp_path / "run"), pytest.raises(RankFailure, match="ds4d.model.path: .* in use"):
+        run(2, file, tmp_path / "another")
+
+
 def save_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -399,11 +435,101 @@ def test_one_step_of_a_pipeline_is_drawn_as_measured(corpus, tmp_path):
     assert len(drawing.findall("{http://www.w3.org/2000/svg}g[@class='lane']")) == 2
 
 
-def test_an_occupied_run_folder_is_not_overwritten(corpus, tmp_path):
-    file = config(corpus, training={"steps": 1, "eval_every": None})
-    run(1, file, tmp_path / "run")
+@contextmanager
+def patched_write(change):
+    """``change(write, step, rank)`` stands for each rank's writing of a checkpoint."""
+    import torch.distributed as dist
+
+    from ds4d.checkpoint.storage import SafetensorsWriter
+
+    write = SafetensorsWriter.write
+
+    def patched(writer):
+        step = int(writer.folder.name.split("-")[2])
+        return change(lambda: write(writer), step, dist.get_rank())
+
+    SafetensorsWriter.write = patched
+    try:
+        yield
+    finally:
+        SafetensorsWriter.write = write
+
+
+def slow_disk():
+    def change(write, step, rank):
+        time.sleep(0.4 if step % 2 else 0.1 * rank)
+        return write()
+
+    return patched_write(change)
+
+
+def full_disk():
+    def change(write, step, rank):
+        if (step, rank) == (8, 1):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/data")
+        return write()
+
+    return patched_write(change)
+
+
+def written(output: Path) -> dict[str, dict[str, str]]:
+    """By checkpoint, the checksums of what each rank wrote."""
+    folders = (output / "checkpoints").glob("step-*")
+    manifests = {f.name: json.loads((f / "manifest.json").read_text()) for f in folders}
+    return {
+        name: {each["name"]: each["xxh3"] for each in manifest["files"]}
+        for name, manifest in manifests.items()
+    }
+
+
+def test_a_checkpoint_written_beside_the_training_is_the_same(corpus, tmp_path):
+    """With dropout, and a disk on which a save takes longer than a step."""
+    parallel, training = {"pp": 2, "tp": 2}, {"steps": 5, "eval_every": None}
+    how = dict(model=TINY_GPT2, parallel=parallel, training=training)
+    plain = run(4, config(corpus, checkpoint={"every": 1}, **how), tmp_path / "plain")
+    file = config(corpus, checkpoint={"every": 1, "async": True}, **how)
+    rows = run(4, file, tmp_path / "async", around=slow_disk)
+    assert curve(rows) == curve(plain)
+    files = written(tmp_path / "async")
+    assert len(files) == 5 and files == written(tmp_path / "plain")
+    assert all({"save_seconds", "save_bytes"} <= set(row) for row in plain)
+    # each save waits for the last: the stall is that of the one before
+    assert rows[0]["save_seconds"] < 0.3 < rows[1]["save_seconds"]
+    assert "background_save_seconds" not in rows[0]
+    assert all(row["background_save_seconds"] > 0.25 for row in rows[1:])
+
+
+def test_a_save_that_fails_beside_the_training_is_one_error_on_all_ranks(corpus, tmp_path):
+    """And in one of the next steps, not when the next save is due."""
+    file = config(corpus, checkpoint={"async": True, "keep": 1}, training={"steps": 12})
+    with pytest.raises(RankFailure) as error:
+        run(2, file, tmp_path, around=full_disk)
+    text = str(error.value)
+    line = "the checkpoint of step 8 was not saved: No space left on device: /disk/data (rank 1)"
+    assert text.count(f"CheckpointError: {line}") == 2
+    assert 8 <= len(metrics(tmp_path)) < 12
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000004"]
+    assert len(run(2, file, tmp_path, resume="auto")) == 12
+
+
+def test_what_is_passed_over_is_said_once_and_two_runs_are_refused(corpus, tmp_path):
+    file = config(corpus, training={"steps": 2, "eval_every": None}, checkpoint={"every": 1})
+    run(2, file, tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    os.truncate(checkpoints / "step-00000002" / "data-00001.safetensors", 100)
+    file["ds4d"]["training"]["steps"] = 3
+    file["scheduler"]["params"]["total_steps"] = 3
+    with locked(tmp_path), pytest.raises(RankFailure) as error:
+        run(2, file, tmp_path, resume="auto")
+    assert str(error.value).count(f"FolderInUse: {tmp_path} is in use by process") == 2
+    rows = run(2, file, tmp_path, resume="auto")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    said = [(tmp_path / f"screen-{rank}.txt").read_text() for rank in range(2)]
+    assert said[0].count("checkpoint passed over: ") == 1 and "passed over" not in said[1]
+    assert re.search(r"passed over: .*step-00000002/data-00001.safetensors: 100 bytes", said[0])
+    assert f"resumed from {checkpoints / 'step-00000001'}" in said[0]
     with pytest.raises(RankFailure, match="continue with --resume auto"):
-        run(1, file, tmp_path / "run")
+        run(2, file, tmp_path)
 
 
 @pytest.mark.parametrize("resume, text", [("latest", "no complete checkpoint"), ("/x", "/x")])

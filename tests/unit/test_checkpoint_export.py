@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from ds4d.checkpoint import export as export_module
+from ds4d import cli
 from ds4d.checkpoint.errors import CheckpointError
 from ds4d.checkpoint.export import export
 from ds4d.checkpoint.logical import LogicalTensor, Piece
@@ -107,10 +107,10 @@ def test_names_on_the_disk_are_those_of_the_hub(tmp_path):
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
 
 
-def test_large_models_are_sharded(tmp_path, monkeypatch):
-    monkeypatch.setattr(export_module, "MAX_SHARD", "20KB")
-    model = llama()
-    out = export(checkpoint_of(model, tmp_path), tmp_path / "out")
+def test_large_models_are_sharded(tmp_path):
+    model, out = llama(), tmp_path / "out"
+    command = ["export", str(checkpoint_of(model, tmp_path)), str(out), "--max-shard-size", "20KB"]
+    assert cli.main(command) == 0
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     assert set(index["weight_map"]) == set(headers(out))

@@ -13,6 +13,7 @@ from ds4d.checkpoint.errors import CheckpointError
 from ds4d.checkpoint.find import find, list_checkpoints, locate
 from ds4d.checkpoint.load import load, read_extra
 from ds4d.checkpoint.logical import LogicalTensor, Piece
+from ds4d.checkpoint.manage import remove
 from ds4d.checkpoint.save import save
 from ds4d.checkpoint.storage import SAFETENSORS_NAMES
 
@@ -279,3 +280,16 @@ def test_disk_full(small_disk):
     load(find(small_disk, "latest"), state, verify=True)
     assert torch.equal(state["weight/a"].pieces[0].tensor, torch.ones(50_000))
     put(small_disk, 2, count=1000)
+
+
+def test_a_folder_that_can_only_be_read(small_disk):
+    """What was saved is still found, nothing is half gone, and what cannot be written is named."""
+    for step in (1, 2):
+        put(small_disk, step)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(CheckpointError, match="step 3 was not saved: Read-only file system: "):
+        put(small_disk, 3, keep=1)
+    with pytest.raises(ValueError, match="cannot write to the run folder: .*Read-only"):
+        remove(small_disk, [1])
+    assert value_in(find(small_disk, "auto")) == 2
+    assert names(small_disk) == ["latest", "step-00000001", "step-00000002"]

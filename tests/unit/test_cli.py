@@ -8,7 +8,7 @@ import pytest
 
 from ds4d import __version__, cli
 
-COMMANDS = ["train", "check", "plan", "verify", "schema", "export", "generate", "eval"]
+COMMANDS = ["train", "check", "plan", "verify", "schema", "checkpoint", "export", "generate", "eval"]
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 2,

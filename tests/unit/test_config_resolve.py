@@ -211,7 +211,7 @@ def test_the_resolved_file_loads_to_the_same_run(changes):
 
 def test_every_default_is_in_the_resolved_file():
     full = resolved(load(changed()))["ds4d"]
-    assert full["checkpoint"] == {"every": None, "keep": None, "final": True}
+    assert full["checkpoint"] == {"every": None, "keep": None, "final": True, "async": False}
     assert full["data"]["train"] == {
         "type": "python_stdlib", "path": None, "field": "text", "name": None, "split": "train",
         "slice": None,

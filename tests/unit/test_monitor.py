@@ -7,6 +7,7 @@ import math
 import pytest
 from rich.console import Console
 
+from ds4d.checkpoint.saver import Saved
 from ds4d.monitor import Monitor, screen
 from ds4d.monitor.display import Display, duration
 from ds4d.monitor.metrics import MetricsFile, read_metrics
@@ -126,11 +127,34 @@ def output(monkeypatch):
     return text
 
 
+def test_what_a_save_cost_is_in_the_line_of_its_step(tmp_path, output):
+    """It is shown at once, and written when the save is through, or the run ends in it."""
+    with Monitor(tmp_path, is_speaker=True, total_steps=3) as monitor:
+        monitor.step(metrics(1), complete=False)
+        assert "step 1/3" in output.getvalue() and not read_metrics(tmp_path / "metrics.jsonl")
+        monitor.waited_for_save(0.5)
+        monitor.complete()
+        monitor.saved(Saved(tmp_path, 123, 7.0))
+        monitor.step(metrics(2))
+        monitor.step(metrics(3), complete=False)
+    first, second, third = read_metrics(tmp_path / "metrics.jsonl")
+    assert first == metrics(1) | {"save_seconds": 0.5}
+    assert second == metrics(2) | {"save_bytes": 123, "background_save_seconds": 7.0}
+    assert third == metrics(3)
+
+
+@pytest.mark.parametrize("left", [1, 2, 3])
+def test_a_run_killed_before_its_line_gets_it_from_the_checkpoint(tmp_path, left):
+    write(tmp_path / "metrics.jsonl", range(1, left + 1))
+    MetricsFile(tmp_path / "metrics.jsonl", start=2, last=metrics(2)).close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [metrics(1), metrics(2)]
+
+
 def test_monitor_ends_by_saying_where_things_are(tmp_path, output):
     with Monitor(tmp_path, is_speaker=True, total_steps=2) as monitor:
         monitor.step(metrics(1))
         monitor.step(metrics(2))
-        monitor.saved(tmp_path / "checkpoints" / "step-00000002")
+        monitor.saved(Saved(tmp_path / "checkpoints" / "step-00000002", 1))
         monitor.finished()
     summary = output.getvalue().split("done in", 1)[1]
     for name in ("metrics.jsonl", "loss.png", "step-00000002", "logs"):

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 import ds4d
 from ds4d.config.load import load
 from ds4d.config.make_schema import AUTO_DEFAULTS, make_schema
-from ds4d.config.types import SECTIONS
+from ds4d.config.types import SECTIONS, key_of
 from ds4d.config.validate import schema
 from tests.unit.config_files import changed
 
@@ -119,7 +119,7 @@ def test_deepspeed_accepts_the_defaults():
 @pytest.mark.parametrize("name", SECTIONS)
 def test_dataclasses_and_schema_agree(name):
     def compare(cls, part, path):
-        fields = {f.name: f for f in dataclasses.fields(cls)}
+        fields = {key_of(f.name): f for f in dataclasses.fields(cls)}
         assert list(fields) == list(part["properties"]), path
         needed = [n for n, f in fields.items() if f.default is dataclasses.MISSING]
         assert part.get("required", []) == needed, path
@@ -138,7 +138,7 @@ def test_dataclasses_and_schema_agree(name):
 
 def test_every_field_is_read_by_code():
     read = {
-        node.attr
+        key_of(node.attr)
         for file in ROOT.rglob("*.py")
         if ROOT / "config" not in file.parents or file.name == "layout.py"
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
