@@ -18,8 +18,8 @@ micro-batches, but F has no gradient. So a step has two passes:
 Inside a block all tp ranks have all tokens and the same logits, and gradients there are partial
 (``tensor_parallel/blocks.py``): each rank's share is 1 / t of the whole.
 
-A share is made of the logits after the forward pass, outside of what is recomputed: so recomputation
-finds the operations that it has recorded, and no layer is counted twice.
+A share is made of the logits after the forward pass, outside of what is recomputed: so there the
+operations are those that were recorded, and no layer is counted twice.
 
 Letters: B sequences, S tokens, E experts, t tp ranks.
 """
@@ -65,11 +65,14 @@ def formula_of(model: PreTrainedModel) -> Formula:
     Raises:
         ValueError: it does not have it where models do.
     """
-    found = [getattr(model, name, None) for name in ("num_experts", "num_experts_per_tok")]
-    found.append(next((c for n in COEFFICIENTS if (c := getattr(model, n, None)) is not None), None))
-    if None in found:
-        raise ValueError("it does not say how many experts, choices and how much loss, as others do")
-    return Formula(*found)
+    experts, top_k, *coefficients = (
+        getattr(model, name, None)
+        for name in ("num_experts", "num_experts_per_tok", *COEFFICIENTS)
+    )
+    coefficient = next((c for c in coefficients if c is not None), None)
+    if None in (experts, top_k, coefficient):
+        raise ValueError(f"it has no num_experts, num_experts_per_tok or {COEFFICIENTS[0]}")
+    return Formula(experts, top_k, coefficient)
 
 
 class RouterLoss:

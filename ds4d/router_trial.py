@@ -1,4 +1,4 @@
-"""Whether the loss that a family makes of its routers is the one of ``router_loss.py``: it is tried.
+"""Whether a family makes the loss of its routers that ``router_loss.py`` has: it is tried.
 
 A small model of the family (``model/shrink.py``) gets two sequences, one of them padded, once with
 its own loss and once without; the difference, and the number that it reports, must be what the

@@ -28,6 +28,8 @@ class Held:
         embedding, head: whether it has these.
         layers, blocks: how many; a block is an attention or an MLP.
         boundaries: sends of a hidden state for each micro-batch, there and back.
+        onward: those there.
+        looks: forward passes of a step that are followed by no backward passes.
         tied: numbers in its copy of a weight that another stage has, too.
         partial: numbers whose gradients are summed over tp once a step.
     """
@@ -43,6 +45,8 @@ class Held:
     layers: int
     blocks: int
     boundaries: int
+    onward: int
+    looks: int
     tied: int
     partial: int
 
@@ -60,21 +64,26 @@ def bytes_sent(run: RunConfig, held: Held) -> Counter:
 
 
 def _block(run: RunConfig, held: Held) -> float:
-    """4 N (t - 1) / t for each block; with the sequence cut 5 N (t - 1) / t. Recomputed whole
-    layers sum the exits of their blocks once more, but for the last."""
+    """4 N (t - 1) / t for each block; with the sequence cut 5 N (t - 1) / t; 2 of these there.
+    Recomputed whole layers sum the exits of their blocks once more, but for the last."""
     t, cut = run.parallel.tp, run.parallel.sequence_parallel
-    passes = held.blocks * (5 if cut else 4)
+    passes = held.blocks * ((5 if cut else 4) + 2 * held.looks)
     if run.recompute == "full":
         passes += (held.blocks - held.layers) * (1 if cut else 2)
     return passes * held.n * (t - 1) / t
 
 
-def _end(has: str) -> Callable[[RunConfig, Held], float]:
-    """2 N (t - 1) / t: a sum one way, or a gather and a scattered sum."""
+def _end(has: str, *, there: int) -> Callable[[RunConfig, Held], float]:
+    """2 N (t - 1) / t: a sum one way, or, with the sequence cut, a gather and a scattered sum.
+
+    Args:
+        there: of the 2, where the sequence is whole; else it is 1.
+    """
 
     def formula(run: RunConfig, held: Held) -> float:
         t = run.parallel.tp
-        return 2 * held.n * (t - 1) / t if getattr(held, has) else 0
+        passes = 2 + held.looks * (1 if run.parallel.sequence_parallel else there)
+        return passes * held.n * (t - 1) / t if getattr(held, has) else 0
 
     return formula
 
@@ -82,13 +91,14 @@ def _end(has: str) -> Callable[[RunConfig, Held], float]:
 def _loss(run: RunConfig, held: Held) -> float:
     """A maximum and a sum of two numbers for each token; label smoothing sums a third."""
     t, numbers = run.parallel.tp, 3 + (run.training.label_smoothing > 0)
-    return numbers * FP32 * held.tokens * 2 * (t - 1) / t if held.head else 0
+    tokens = held.tokens * (1 + held.looks)
+    return numbers * FP32 * tokens * 2 * (t - 1) / t if held.head else 0
 
 
 def _pipeline(run: RunConfig, held: Held) -> float:
     """N for each boundary and direction; a shard of it where the sequence is cut."""
     parts = run.parallel.tp if run.parallel.sequence_parallel else 1
-    return held.boundaries * held.n / parts
+    return (held.boundaries + held.looks * held.onward) * held.n / parts
 
 
 def _tied(_run: RunConfig, held: Held) -> float:
@@ -104,7 +114,7 @@ def _partial(run: RunConfig, held: Held) -> float:
 def _ring(run: RunConfig, held: Held) -> float:
     """(r - 1) KV, and as much back; KV = 2 T (k / t) d e a layer."""
     places = run.parallel.cp // ulysses_size(run.parallel.cp, run.context)
-    again = 2 if run.recompute == "full" else 1
+    again = (2 if run.recompute == "full" else 1) + held.looks
     return again * (places - 1) * _keys(run, held)
 
 
@@ -126,13 +136,13 @@ def _heads(run: RunConfig, held: Held) -> float:
     u = ulysses_size(run.parallel.cp, run.context)
     queries = 2 * held.layers * held.tokens * held.heads / run.parallel.tp * held.head_dim
     there = (queries * held.itemsize + _keys(run, held)) * (u - 1) / u
-    return there * (3 if run.recompute == "full" else 2)
+    return there * ((3 if run.recompute == "full" else 2) + held.looks)
 
 
 FORMULAS: dict[str, Callable[[RunConfig, Held], float]] = {
     "block": _block,
-    "embedding": _end("embedding"),
-    "head": _end("head"),
+    "embedding": _end("embedding", there=2),
+    "head": _end("head", there=0),
     "loss": _loss,
     "pipeline": _pipeline,
     "tied weights": _tied,

@@ -30,7 +30,9 @@ def held_by(
     placement = placement_of(run.pipeline.schedule, pp, run.pipeline.chunks if pp > 1 else 1)
     ranks = [place.rank for place in placement.places]
     mine = list(placement.of_rank(r))
-    neighbours = [s + step for s in mine for step in (1, -1) if 0 <= s + step < len(ranks)]
+    there, back = (
+        sum(0 <= s + step < len(ranks) and ranks[s + step] != r for s in mine) for step in (1, -1)
+    )
     here = set(model.modules())
     stages = getattr(model, "ds4d_stages", None)
     heads, key_heads, head_dim = _heads(text)
@@ -45,7 +47,9 @@ def held_by(
         head=len(ranks) - 1 in mine,
         layers=sum(not isinstance(layer, Passage) for layer in layer_stack(model)[1]),
         blocks=sum(block in here for block in model.ds4d_blocks),
-        boundaries=sum(ranks[neighbour] != r for neighbour in neighbours),
+        boundaries=there + back,
+        onward=there,
+        looks=int(model.ds4d_router_loss is not None),
         tied=sum(p.numel() for p in stages.tied) if stages else 0,
         partial=sum(_size(p) for p in model.parameters() if getattr(p, "tp_partial", False)),
     )

@@ -2,8 +2,8 @@
 
 Every document is given to the model alone, one after the other, so that nothing of packing,
 padding, masks and micro-batches is left; the loss is the mean over the valid targets of the global
-batch. To it comes, where router logits are asked for, what transformers' own function makes of those
-of all documents together.
+batch. To it comes, where router logits are asked for, what transformers' own function makes of
+those of all documents together.
 
 Letters: n tokens of a document, V vocabulary.
 """
