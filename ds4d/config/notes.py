@@ -43,6 +43,10 @@ WITHOUT_EFFECT = {
         lambda draft: draft.degree("cp") > 1 or draft.given("ds4d.context.exchange") == "p2p",
         "ds4d.parallel.cp is 1",
     ),
+    "ds4d.checkpoint.async": (
+        lambda draft: draft.given("ds4d.checkpoint.every") is not None,
+        "the end waits for its checkpoint, and without ds4d.checkpoint.every there is no other",
+    ),
     "zero_optimization.overlap_comm": (
         lambda draft: draft.degree("pp") == 1 or not draft.given("zero_optimization.overlap_comm"),
         "a pipeline reduces its gradients once, after the last backward pass",

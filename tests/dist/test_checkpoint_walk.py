@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from ds4d.checkpoint.export import export as export_model
+from ds4d.checkpoint.find import find
+from tests.dist.test_checkpoint_layouts import payloads
 from tests.dist.test_trainer import config, corpus, curve, run  # noqa: F401 (a fixture)
 from tests.harness import run_distributed
 from tests.parity import ADAMW, folder_of, make_engine, make_run
@@ -79,6 +81,15 @@ def save_as_read(runs, root):
         save(root / str(index), 1, engine.logical_state(), extra=extra, rank_state={}, keep=None)
 
 
+def check_shares(sizes, tensors, case):
+    """Each byte is written once, and what several ranks hold by each of them in equal parts."""
+    each = [tensor.nbytes for tensor in tensors.values()]
+    assert sum(sizes) == sum(each), case
+    groups = [sizes[:2], sizes[2:]] if case[1].get("pp") else [sizes]  # of a stage each
+    for group in groups:
+        assert max(group) - min(group) <= max(each), (case, sizes)
+
+
 def test_an_export_is_what_one_process_has(tmp_path):
     """Tensor for tensor, to the bit: no padding of the vocabulary (101 words), tied weights once,
     in the order and under the names of the folder that was read."""
@@ -91,4 +102,5 @@ def test_an_export_is_what_one_process_has(tmp_path):
             load_file(f"{folder}/model.safetensors") for folder in (out, made.model.path)
         )
         assert list(found) == list(expected), case
+        check_shares(payloads(find(tmp_path / str(index), "latest")), expected, case)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), case

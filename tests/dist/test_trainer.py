@@ -331,9 +331,10 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def test_sigterm_on_one_rank_saves_on_all_and_ends(corpus, tmp_path, alone):
-    file = config(corpus, checkpoint={"every": None})
-    rows = run(2, file, tmp_path / "run", sigterm_in_step=3)
-    assert len(rows) == 3
+    """Also the one that is being written beside the training."""
+    file = config(corpus, checkpoint={"every": 2, "async": True})
+    rows = run(2, file, tmp_path / "run", sigterm_in_step=3, around=slow_disk)
+    assert len(rows) == 3 and len(written(tmp_path / "run")) == 2
     rows = curve(run(2, file, tmp_path / "run", resume="auto"))
     for row, expected in zip(rows, alone, strict=True):
         assert row == pytest.approx(expected, rel=1e-5)

@@ -171,6 +171,13 @@ NOTES = {
         {"activation_checkpointing": {}, "ds4d__recompute": "none"},
         ["activation_checkpointing has no effect: ds4d.recompute is none"],
     ),
+    "saving beside a training that is over": (
+        {"ds4d__checkpoint": {"async": True}},
+        [
+            "ds4d.checkpoint.async has no effect: the end waits for its checkpoint, and without "
+            "ds4d.checkpoint.every there is no other",
+        ],
+    ),
     "nothing": ({}, []),
 }
 
