@@ -2,6 +2,19 @@
 
 from ds4d.models.blueprint import Blueprint
 
+OWN_ATTENTION = ("mvp", "xglm")  # and no module that drops its weights
+
+
+def _why_not(config, tp: int) -> str | None:
+    kinds = ["activation_dropout"]
+    if config.model_type in OWN_ATTENTION:
+        kinds.append("attention_dropout")
+    for name in kinds:
+        if getattr(config, name, 0):
+            return f"{name}: each rank would drop the same of what is its own; set it to 0"
+    return None
+
+
 BLUEPRINT = Blueprint(
     model_types=(
         "bart", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "marian", "mbart",
@@ -16,4 +29,5 @@ BLUEPRINT = Blueprint(
         "**.layers.*.fc2": "rowwise",
     },
     divided=("embed_dim",),
+    why_not=_why_not,
 )  # fmt: skip

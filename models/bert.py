@@ -17,4 +17,5 @@ BLUEPRINT = Blueprint(
         "**.layer.*.output.dense": "rowwise",
     },
     divided=("all_head_size",),
+    attention_dropout=("dropout",),
 )  # fmt: skip

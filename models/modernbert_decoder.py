@@ -13,4 +13,9 @@ BLUEPRINT = Blueprint(
         "model.layers.*.mlp.Wo": "rowwise",
     },
     divided=("all_head_size",),
+    why_not=lambda config, tp: (
+        "mlp_dropout: each rank would drop the same of what is its own; set it to 0"
+        if config.mlp_dropout
+        else None
+    ),
 )

@@ -11,4 +11,5 @@ BLUEPRINT = Blueprint(
         "transformer.h.*.mlp.c_proj": "rowwise",
     },
     divided=("split_size",),
+    attention_dropout=("attn_dropout",),
 )
