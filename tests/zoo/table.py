@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,8 +25,8 @@ is refused by `ds4d check` before anything starts, with the sentence that stands
 
 # What differs from type to type in sentences that say the same.
 _OF_TYPE = {
-    r"\bmodel_type \S+": "model_type T",
-    r"\b[A-Z]\w*(ForCausalLM|LMHeadModel|ForConditionalGeneration|DecoderWrapper)\b": "model_type T",
+    r"\bmodel_type [\w-]+": "model_type T",
+    r"\b\w+(For[A-Z]\w*|LMHeadModel)\b": "model_type T",
     r"off by \S+\)": "off by far)",
 }
 Table = Mapping[tuple[str, str], Outcome]
@@ -69,23 +69,26 @@ def read(page: str) -> dict[tuple[str, str], str]:
 
 def _numbered(outcomes: Sequence[Outcome]) -> dict[str, int]:
     """Reasons by how many cells they hold, the most frequent first."""
-    count = Counter(reason_of(o) for o in outcomes if o.outcome == REFUSED)
+    refused = (o for o in outcomes if o.outcome == REFUSED)
+    count = Counter(reason for outcome in refused for reason in _reasons_of(outcome))
     return {reason: number for number, (reason, _) in enumerate(count.most_common(), start=1)}
 
 
-def reason_of(outcome: Outcome) -> str:
-    """The same for all types that it holds for."""
-    why = outcome.why.removeprefix("2: ").replace(f"this {outcome.type}", "this T")
-    for pattern, general in _OF_TYPE.items():
-        why = re.sub(pattern, general, why)
-    return why
+def _reasons_of(outcome: Outcome) -> Iterator[str]:
+    """The same for all types that they hold for."""
+    for line in outcome.why.splitlines():
+        why = re.sub(rf"(?<![\w.]){re.escape(outcome.type)}(?![\w.])", "T", line.removeprefix("2: "))
+        for pattern, general in _OF_TYPE.items():
+            why = re.sub(pattern, general, why)
+        yield why
 
 
 def _cell(outcome: Outcome | None, reasons: Mapping[str, int]) -> str:
     if outcome is None:
         return ""
     if outcome.outcome == REFUSED:
-        return f"refused ({reasons[reason_of(outcome)]})"
+        numbers = sorted(reasons[reason] for reason in _reasons_of(outcome))
+        return f"refused ({', '.join(map(str, numbers))})"
     return outcome.outcome if outcome.outcome == EXACT else f"**{outcome.outcome}**: {outcome.why}"
 
 

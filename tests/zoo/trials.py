@@ -57,7 +57,7 @@ class Outcome:
     """Attributes:
     type, column: what was tried.
     outcome: exact or refused; wrong and failed are defects.
-    why: what ``check`` says; of a defect, what is off or was raised.
+    why: what ``check`` says, a line for each problem; of a defect, what is off or was raised.
     """
 
     type: str
@@ -80,7 +80,7 @@ def try_type(
                     tried.prepare()
                     outcome, why = tried.judge(COLUMNS[column])
             except ConfigError as error:
-                outcome, why = REFUSED, "; ".join(p.message for p in error.problems)
+                outcome, why = REFUSED, "\n".join(p.message for p in error.problems)
             except Exception as error:  # a defect, whatever it is
                 outcome, why = FAILED, _last_line(f"{type(error).__name__}: {error}")
             yield Outcome(model_type, column, outcome, why)
