@@ -50,10 +50,9 @@ def test_a_walk_through_layouts_is_one_run(corpus, tmp_path):  # noqa: F811
         assert len(rows) == steps
         for row, expected in zip(rows[-2:], alone[steps - 2 : steps], strict=True):
             assert row == pytest.approx(expected, rel=1e-5), parallel
-    ends = [
-        load_file(export_model(tmp_path / name, tmp_path / f"{name} exported") / "model.safetensors")
-        for name in ("walk", "alone")
-    ]
+    for name in ("walk", "alone"):
+        export_model(tmp_path / name, tmp_path / "out" / name)
+    ends = [load_file(tmp_path / "out" / n / "model.safetensors") for n in ("walk", "alone")]
     assert ends[0].keys() == ends[1].keys()
     for name, tensor in ends[0].items():
         assert relative(tensor, ends[1][name]) < 1e-5, name
@@ -102,5 +101,5 @@ def test_an_export_is_what_one_process_has(tmp_path):
             load_file(f"{folder}/model.safetensors") for folder in (out, made.model.path)
         )
         assert list(found) == list(expected), case
-        check_shares(payloads(find(tmp_path / str(index), "latest")), expected, case)
+        check_shares(payloads(find(tmp_path / str(index), "latest"), 4), expected, case)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), case

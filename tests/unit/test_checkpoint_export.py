@@ -6,8 +6,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from ds4d import cli
+from ds4d.checkpoint import export as export_module
 from ds4d.checkpoint.errors import CheckpointError
 from ds4d.checkpoint.export import export
 from ds4d.checkpoint.logical import LogicalTensor, Piece
@@ -105,6 +107,21 @@ def test_names_on_the_disk_are_those_of_the_hub(tmp_path):
     assert headers(out) == headers(tmp_path / "by transformers")
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+def test_experts_are_taken_apart_a_layer_at_a_time(tmp_path, monkeypatch):
+    """What transformers makes of them is in memory: never of the whole model."""
+    model = AutoModelForCausalLM.from_config(MixtralConfig(**SIZES, num_local_experts=8))
+    given = []
+
+    def counted(model, tensors):
+        given.append(sum(tensor.nbytes for tensor in tensors.values()))
+        return revert_weight_conversion(model, tensors)
+
+    monkeypatch.setattr(export_module, "revert_weight_conversion", counted)
+    export(checkpoint_of(model, tmp_path), tmp_path / "out")
+    assert sum(given) == sum(p.nbytes for p in model.parameters())
+    assert max(given) < 0.5 * sum(given)  # of two layers
 
 
 def test_large_models_are_sharded(tmp_path):

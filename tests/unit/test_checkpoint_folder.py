@@ -127,6 +127,10 @@ DAMAGES = {
     ),
     "a file cut": (truncate, r"data-00000.safetensors: 100 bytes; \d+ were written"),
     "a file gone": (lambda f: (f / "rank-00000.pt").unlink(), "rank-00000.pt: No such file"),
+    "a shard gone": (
+        lambda f: (f / "data-00000.safetensors").unlink(),
+        "data-00000.safetensors: No such file",
+    ),
     "an empty folder": (
         lambda f: [path.unlink() for path in f.iterdir()],
         "has no manifest.json",
