@@ -207,7 +207,7 @@ class Engine:
             config=config,
             config_class=DeepSpeedConfig(config, mpu),
         )
-        if run.zero_stage == 3:
+        if run.zero_stage == 3 and run.recompute == "selective":
             hide_gathering(engine)
         for name in fillers:  # DeepSpeed knows them now
             delattr(model, name)

@@ -26,7 +26,6 @@ ZBV = dict(pp=2, schedule="zbv", chunks=2)
 BY_TOKENS = dict(tp=2, sequence_parallel=True, micro=2)
 LAYOUTS = [
     dict(dp=2, stage=2, micro=2),
-    dict(dp=2, stage=0, recompute="full"),
     dict(tp=2, micro=2),
     dict(**BY_TOKENS, recompute="full"),
     dict(**BY_TOKENS, recompute="selective", stage=3),
