@@ -137,7 +137,7 @@ def result(scale: float = 1.0) -> Result:
 
 
 def layout(whole: Result, **changes) -> LayoutResult:
-    return replace(LayoutResult(whole, 0, (0.0, ""), True, Counter()), **changes)
+    return replace(LayoutResult(whole, 0, (0.0, ""), True, Counter(), Counter()), **changes)
 
 
 def failed(rows) -> list[str]:
@@ -146,6 +146,21 @@ def failed(rows) -> list[str]:
 
 def test_equal_results_pass():
     assert not failed(compare(layout(result()), result()))
+
+
+def test_more_bytes_than_the_formula_says_are_not_within():
+    sent = layout(
+        result(),
+        sent=Counter({"block": 101, "loss": 7, "pipeline": 5, "gradient norm": 16}),
+        foretold=Counter({"block": 100, "loss": 9, "pipeline": 0, "head": 0}),
+    )
+    rows = [row for row in compare(sent, result()) if row.what.startswith("bytes")]
+    assert {row.what: (row.expected, row.found) for row in rows} == {
+        "bytes sent: block": (100, 101),
+        "bytes sent: loss": (9, 7),
+        "bytes sent: pipeline": (0, 5),
+    }
+    assert failed(rows) == ["bytes sent: block", "bytes sent: pipeline"]
 
 
 @pytest.mark.parametrize(
