@@ -112,13 +112,15 @@ def _partial(run: RunConfig, held: Held) -> float:
 
 
 def _ring(run: RunConfig, held: Held) -> float:
-    """(r - 1) KV, and as much back; KV = 2 T (k / t) d e a layer."""
+    """(r - 1) KV, and again in the backward pass, for they are not kept; KV = 2 T (k / t) d e a
+    layer."""
     places = run.parallel.cp // ulysses_size(run.parallel.cp, run.context)
-    again = (2 if run.recompute == "full" else 1) + held.looks
+    again = (3 if run.recompute == "full" else 2) + held.looks
     return again * (places - 1) * _keys(run, held)
 
 
 def _ring_back(run: RunConfig, held: Held) -> float:
+    """(r - 1) KV of gradients."""
     places = run.parallel.cp // ulysses_size(run.parallel.cp, run.context)
     return (places - 1) * _keys(run, held)
 

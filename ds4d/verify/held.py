@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from ds4d.config.model_facts import field
 from ds4d.config.types import RunConfig
 from ds4d.data.batch import MicroBatch
 from ds4d.mesh import Mesh
@@ -35,17 +36,18 @@ def held_by(
     )
     here = set(model.modules())
     stages = getattr(model, "ds4d_stages", None)
-    heads, key_heads, head_dim = _heads(text)
+    layers = _layers(model)
+    heads, key_heads, head_dim = _heads(text) if layers else (0, 0, 0)
     return Held(
         tokens=sum(batch.input_ids.numel() for batch in micro_batches),
-        hidden=stages.anatomy.width if stages else text.hidden_size,
+        hidden=stages.anatomy.width if stages else field(text, "hidden_size") or 0,
         heads=heads,
         key_heads=key_heads,
         head_dim=head_dim,
         itemsize=(stages.hidden_dtype if stages else model.dtype).itemsize,
         embedding=0 in mine,
         head=len(ranks) - 1 in mine,
-        layers=sum(not isinstance(layer, Passage) for layer in layer_stack(model)[1]),
+        layers=layers,
         blocks=sum(block in here for block in model.ds4d_blocks),
         boundaries=there + back,
         onward=there,
@@ -55,12 +57,21 @@ def held_by(
     )
 
 
-def _heads(text) -> tuple[int, int, int]:
-    heads = getattr(text, "num_attention_heads", None)
-    if not isinstance(heads, int) or any(getattr(text, name, None) for name in OTHER_KEYS):
+def _layers(model: PreTrainedModel) -> int:
+    """Here; 0: not known."""
+    try:
+        _, layers = layer_stack(model)
+    except ValueError:
+        return 0
+    return sum(not isinstance(layer, Passage) for layer in layers)
+
+
+def _heads(text: PreTrainedConfig) -> tuple[int, int, int]:
+    heads = field(text, "num_attention_heads")
+    if not isinstance(heads, int) or any(field(text, name) for name in OTHER_KEYS):
         return 0, 0, 0
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
-    return heads, key_heads, getattr(text, "head_dim", None) or text.hidden_size // heads
+    key_heads = field(text, "num_key_value_heads") or heads
+    return heads, key_heads, field(text, "head_dim") or text.hidden_size // heads
 
 
 def _size(param) -> int:
