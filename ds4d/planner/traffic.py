@@ -26,7 +26,8 @@ class Held:
         hidden, heads, key_heads, head_dim: E, a, k, d of the whole model; heads 0: not known.
         itemsize: e, of hidden states.
         embedding, head: whether it has these.
-        layers, blocks: how many; a block is an attention or an MLP.
+        layers, blocks: how many; a block is an attention or an MLP. Layers 0: not known how often
+            they are called.
         boundaries: sends of a hidden state for each micro-batch, there and back.
         onward: those there.
         looks: forward passes of a step that are followed by no backward passes.
@@ -59,7 +60,9 @@ def bytes_sent(run: RunConfig, held: Held) -> Counter:
     """Bytes that a rank sends at most in a step, by ``comm``'s purposes, each collective taken as a
     ring. What masks and documents save is not counted off; DeepSpeed's own reductions over dp x cp
     and a few numbers for norms are not in it."""
-    known = (what for what in FORMULAS if held.heads or what not in OF_HEADS)
+    unknown = () if held.layers else OF_LAYERS
+    unknown = unknown if held.heads else (*unknown, *OF_HEADS)
+    known = (what for what in FORMULAS if what not in unknown)
     return Counter({what: int(FORMULAS[what](run, held)) for what in known})
 
 
@@ -153,4 +156,5 @@ FORMULAS: dict[str, Callable[[RunConfig, Held], float]] = {
     "context gradients": _ring_back,
     "heads": _heads,
 }
+OF_LAYERS = ("block",)
 OF_HEADS = ("context", "context gradients", "heads")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -15,6 +16,7 @@ from ds4d.pipeline.stack import layer_stack
 from ds4d.pipeline.stage import Passage
 from ds4d.planner.traffic import Held
 
+LOOPS = re.compile(r".*_loops|loop_num_passes|[HL]_cycles")  # fields of layers that come again
 # Of attention whose keys are not k heads of d numbers in every layer.
 OTHER_KEYS = ("kv_lora_rank", "global_head_dim", "num_global_key_value_heads", "kv_channels")
 
@@ -58,7 +60,10 @@ def held_by(
 
 
 def _layers(model: PreTrainedModel) -> int:
-    """Here; 0: not known."""
+    """Called here, in a forward pass; 0: not known how often."""
+    text = model.config.get_text_config(decoder=True)
+    if any(LOOPS.fullmatch(name) for name in vars(text)):
+        return 0
     try:
         _, layers = layer_stack(model)
     except ValueError:
