@@ -25,7 +25,8 @@ class Held:
         tokens: T.
         hidden, heads, key_heads, head_dim: E, a, k, d of the whole model; heads 0: not known.
         itemsize: e, of hidden states.
-        embedding, head: whether it has these.
+        embedding, head: features of these, E in most models; 0: another stage has them.
+        fused: the head computes its loss itself, without logits.
         layers, blocks: how many; a block is an attention or an MLP. Layers 0: not known how often
             they are called.
         boundaries: sends of a hidden state for each micro-batch, there and back.
@@ -41,8 +42,9 @@ class Held:
     key_heads: int
     head_dim: int
     itemsize: int
-    embedding: bool
-    head: bool
+    embedding: int
+    head: int
+    fused: bool
     layers: int
     blocks: int
     boundaries: int
@@ -60,8 +62,8 @@ def bytes_sent(run: RunConfig, held: Held) -> Counter:
     """Bytes that a rank sends at most in a step, by ``comm``'s purposes, each collective taken as a
     ring. What masks and documents save is not counted off; DeepSpeed's own reductions over dp x cp
     and a few numbers for norms are not in it."""
-    unknown = () if held.layers else OF_LAYERS
-    unknown = unknown if held.heads else (*unknown, *OF_HEADS)
+    needs = {OF_LAYERS: held.layers, OF_HEADS: held.heads, OF_LOGITS: held.fused}
+    unknown = [what for purposes, has in needs.items() if not has for what in purposes]
     known = (what for what in FORMULAS if what not in unknown)
     return Counter({what: int(FORMULAS[what](run, held)) for what in known})
 
@@ -86,7 +88,7 @@ def _end(has: str, *, there: int) -> Callable[[RunConfig, Held], float]:
     def formula(run: RunConfig, held: Held) -> float:
         t = run.parallel.tp
         passes = 2 + held.looks * (1 if run.parallel.sequence_parallel else there)
-        return passes * held.n * (t - 1) / t if getattr(held, has) else 0
+        return passes * held.tokens * getattr(held, has) * held.itemsize * (t - 1) / t
 
     return formula
 
@@ -157,4 +159,5 @@ FORMULAS: dict[str, Callable[[RunConfig, Held], float]] = {
     "heads": _heads,
 }
 OF_LAYERS = ("block",)
+OF_LOGITS = ("head", "loss")
 OF_HEADS = ("context", "context gradients", "heads")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ds4d.config.model_facts import field
@@ -15,10 +16,14 @@ from ds4d.pipeline.schedules import placement_of
 from ds4d.pipeline.stack import layer_stack
 from ds4d.pipeline.stage import Passage
 from ds4d.planner.traffic import Held
+from ds4d.tensor_parallel.vocab import head_of
 
 LOOPS = re.compile(r".*_loops|loop_num_passes|[HL]_cycles")  # fields of layers that come again
 # Of attention whose keys are not k heads of d numbers in every layer.
-OTHER_KEYS = ("kv_lora_rank", "global_head_dim", "num_global_key_value_heads", "kv_channels")
+OTHER_KEYS = (
+    "kv_lora_rank", "global_head_dim", "num_global_key_value_heads", "kv_channels",
+    "lambda_std_dev",
+)  # fmt: skip
 
 
 def held_by(
@@ -47,8 +52,9 @@ def held_by(
         key_heads=key_heads,
         head_dim=head_dim,
         itemsize=(stages.hidden_dtype if stages else model.dtype).itemsize,
-        embedding=0 in mine,
-        head=len(ranks) - 1 in mine,
+        embedding=_features(model.get_input_embeddings(), "embedding_dim") * (0 in mine),
+        head=_features(model.get_output_embeddings(), "in_features") * (len(ranks) - 1 in mine),
+        fused=len(ranks) - 1 not in mine or head_of(model) is not None,
         layers=layers,
         blocks=sum(block in here for block in model.ds4d_blocks),
         boundaries=there + back,
@@ -57,6 +63,10 @@ def held_by(
         tied=sum(p.numel() for p in stages.tied) if stages else 0,
         partial=sum(_size(p) for p in model.parameters() if getattr(p, "tp_partial", False)),
     )
+
+
+def _features(module: nn.Module | None, name: str) -> int:
+    return getattr(module, name, 0)
 
 
 def _layers(model: PreTrainedModel) -> int:
