@@ -25,8 +25,10 @@ class Held:
         tokens: T.
         hidden, heads, key_heads, head_dim: E, a, k, d of the whole model; heads 0: not known.
         itemsize: e, of hidden states.
-        embedding, head: whether it has these.
-        layers, blocks: how many; a block is an attention or an MLP.
+        embedding, head: features of these, E in most models; 0: another stage has them.
+        fused: the head computes its loss itself, without logits.
+        layers, blocks: how many; a block is an attention or an MLP. Layers 0: not known how often
+            they are called.
         boundaries: sends of a hidden state for each micro-batch, there and back.
         onward: those there.
         looks: forward passes of a step that are followed by no backward passes.
@@ -40,8 +42,9 @@ class Held:
     key_heads: int
     head_dim: int
     itemsize: int
-    embedding: bool
-    head: bool
+    embedding: int
+    head: int
+    fused: bool
     layers: int
     blocks: int
     boundaries: int
@@ -59,7 +62,9 @@ def bytes_sent(run: RunConfig, held: Held) -> Counter:
     """Bytes that a rank sends at most in a step, by ``comm``'s purposes, each collective taken as a
     ring. What masks and documents save is not counted off; DeepSpeed's own reductions over dp x cp
     and a few numbers for norms are not in it."""
-    known = (what for what in FORMULAS if held.heads or what not in OF_HEADS)
+    needs = {OF_LAYERS: held.layers, OF_HEADS: held.heads, OF_LOGITS: held.fused}
+    unknown = [what for purposes, has in needs.items() if not has for what in purposes]
+    known = (what for what in FORMULAS if what not in unknown)
     return Counter({what: int(FORMULAS[what](run, held)) for what in known})
 
 
@@ -83,7 +88,7 @@ def _end(has: str, *, there: int) -> Callable[[RunConfig, Held], float]:
     def formula(run: RunConfig, held: Held) -> float:
         t = run.parallel.tp
         passes = 2 + held.looks * (1 if run.parallel.sequence_parallel else there)
-        return passes * held.n * (t - 1) / t if getattr(held, has) else 0
+        return passes * held.tokens * getattr(held, has) * held.itemsize * (t - 1) / t
 
     return formula
 
@@ -112,15 +117,15 @@ def _partial(run: RunConfig, held: Held) -> float:
 
 
 def _ring(run: RunConfig, held: Held) -> float:
-    """(r - 1) KV in each forward pass, and again in the backward pass; KV = 2 T (k / t) d e a
+    """(r - 1) KV, and again in the backward pass, for they are not kept; KV = 2 T (k / t) d e a
     layer."""
     places = run.parallel.cp // ulysses_size(run.parallel.cp, run.context)
-    passes = (3 if run.recompute == "full" else 2) + held.looks
-    return passes * (places - 1) * _keys(run, held)
+    again = (3 if run.recompute == "full" else 2) + held.looks
+    return again * (places - 1) * _keys(run, held)
 
 
 def _ring_back(run: RunConfig, held: Held) -> float:
-    """(r - 1) KV: the gradients."""
+    """(r - 1) KV of gradients."""
     places = run.parallel.cp // ulysses_size(run.parallel.cp, run.context)
     return (places - 1) * _keys(run, held)
 
@@ -153,4 +158,6 @@ FORMULAS: dict[str, Callable[[RunConfig, Held], float]] = {
     "context gradients": _ring_back,
     "heads": _heads,
 }
+OF_LAYERS = ("block",)
+OF_LOGITS = ("head", "loss")
 OF_HEADS = ("context", "context gradients", "heads")
