@@ -37,7 +37,7 @@ STEPS, SEQUENCES = 200, 8
 FILE: dict[str, Any] = {
     "train_batch_size": SEQUENCES,
     "train_micro_batch_size_per_gpu": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
     "gradient_clipping": 1.0,
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 1},
