@@ -42,8 +42,8 @@ class Row:
     """Attributes:
     what: is compared.
     where: name of the tensor, the worst of all; "" where it is one number.
-    expected, found: in the plain process (of bytes: by the formula) and in the layout; None for
-        tensors.
+    expected, found: in the plain process (of bytes: by the formula, or the schedule) and in the
+        layout; None for tensors.
     error, tolerance: relative; in half precision ``tolerance`` is what plain half precision has.
     """
 
@@ -101,7 +101,7 @@ def compare(
     rows.append(Row("copies", off, 0.0, name))
     rows.append(Row("what ranks say of the steps", float(not layout.steps_agree), 0.0))
     rows.append(Row("steps left out", layout.skipped, 0.0))
-    return [*rows, *_bytes(layout)]
+    return [*rows, *_bytes(layout), *_activations(layout)]
 
 
 def _bytes(layout: LayoutResult) -> Iterator[Row]:
@@ -111,6 +111,15 @@ def _bytes(layout: LayoutResult) -> Iterator[Row]:
         if sent or foretold:
             more = max(0.0, sent / foretold - 1) if foretold else math.inf
             yield Row(f"bytes sent: {what}", more, ROUNDED_BYTES, "", foretold, sent)
+
+
+def _activations(layout: LayoutResult) -> Iterator[Row]:
+    """Of the pipeline rank that keeps most of what it may."""
+    kept = [(held / planned, held, planned) for held, planned in layout.activations if planned]
+    if kept:
+        part, held, planned = max(kept)
+        rank = f"rank {[held for held, _ in layout.activations].index(held)}"
+        yield Row("activation bytes held", max(0.0, part - 1), 0.0, rank, planned, held)
 
 
 def allowing_rounding(rows: Sequence[Row], exact: Result, double: Result) -> list[Row]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -25,6 +26,7 @@ from ds4d.engine import StepResult
 from ds4d.mesh import Mesh
 from ds4d.planner.traffic import bytes_sent
 from ds4d.trainer import Trainer
+from ds4d.verify.activations import Activations
 from ds4d.verify.held import held_by
 from ds4d.verify.plain import Result
 
@@ -50,6 +52,8 @@ class RankResult:
     after: the weights after the steps of the file.
     sent: bytes that the last step sent, by purpose.
     foretold: what the formulas say of that.
+    activations: bytes that a pipeline rank kept at most in the last step, and those that its
+        schedule may keep; 0 without a pipeline.
     """
 
     steps: list[StepResult]
@@ -58,6 +62,7 @@ class RankResult:
     after: Pieces
     sent: Counter
     foretold: Counter
+    activations: tuple[int, int]
 
 
 def train_here(run: RunConfig, results: Path, *, device: torch.device, mesh: Mesh) -> None:
@@ -70,15 +75,18 @@ def train_here(run: RunConfig, results: Path, *, device: torch.device, mesh: Mes
     once.engine.train_step(next(once.micro_batches()))
     moved = _weights(once)
     trainer = _trainer(run, data, results, device, mesh)
-    steps = []
-    for micro_batches in islice(trainer.micro_batches(), run.training.steps):
-        with count_traffic() as traffic:
-            steps.append(trainer.engine.train_step(micro_batches))
+    *first, last = islice(trainer.micro_batches(), run.training.steps)
+    steps = [trainer.engine.train_step(micro_batches) for micro_batches in first]
+    activations = Activations(trainer.engine.module, mesh.coordinate.pp)
+    watching = activations.watching() if run.parallel.pp > 1 else nullcontext()
+    with count_traffic() as traffic, watching:
+        steps.append(trainer.engine.train_step(last, recorder=activations))
     sent: Counter = Counter()
     for (purpose, _), count in traffic.sent.items():
         sent[purpose] += count
-    foretold = bytes_sent(run, held_by(trainer.engine.module, run, mesh, micro_batches))
-    found = RankResult(steps, before, moved, _weights(trainer), sent, foretold)
+    foretold = bytes_sent(run, held_by(trainer.engine.module, run, mesh, last))
+    kept = activations.peak, activations.planned
+    found = RankResult(steps, before, moved, _weights(trainer), sent, foretold, kept)
     torch.save(found, results / f"rank-{mesh.rank}.pt")
 
 
@@ -114,6 +122,8 @@ class LayoutResult:
         steps_agree: what the ranks say about the steps is the same.
         sent: bytes that all ranks sent in the last step, by purpose.
         foretold: what the formulas say of that, for the purposes that there is one for.
+        activations: of each rank, bytes kept at most in the last step, and those that its schedule
+            may keep; 0 without a pipeline.
     """
 
     whole: Result
@@ -122,6 +132,7 @@ class LayoutResult:
     steps_agree: bool
     sent: Counter
     foretold: Counter
+    activations: list[tuple[int, int]]
 
 
 def train_in_layout(run: RunConfig, results: Path, call: CallOnRanks) -> LayoutResult:
@@ -158,6 +169,7 @@ def train_in_layout(run: RunConfig, results: Path, call: CallOnRanks) -> LayoutR
         all(rank.steps == steps for rank in ranks),
         sum((rank.sent for rank in ranks), Counter()),
         sum((rank.foretold for rank in ranks), Counter()),
+        [rank.activations for rank in ranks],
     )
 
 

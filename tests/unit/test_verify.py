@@ -137,7 +137,7 @@ def result(scale: float = 1.0) -> Result:
 
 
 def layout(whole: Result, **changes) -> LayoutResult:
-    return replace(LayoutResult(whole, 0, (0.0, ""), True, Counter(), Counter()), **changes)
+    return replace(LayoutResult(whole, 0, (0.0, ""), True, Counter(), Counter(), []), **changes)
 
 
 def failed(rows) -> list[str]:
@@ -161,6 +161,12 @@ def test_more_bytes_than_the_formula_says_are_not_within():
         "bytes sent: pipeline": (0, 5),
     }
     assert failed(rows) == ["bytes sent: block", "bytes sent: pipeline"]
+
+
+def test_more_activations_than_the_schedule_keeps_are_not_within():
+    rows = compare(layout(result(), activations=[(90, 100), (110, 100), (0, 0)]), result())
+    assert failed(rows) == ["activation bytes held rank 1"]
+    assert not failed(compare(layout(result(), activations=[(90, 100), (100, 100)]), result()))
 
 
 @pytest.mark.parametrize(
