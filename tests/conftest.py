@@ -12,7 +12,6 @@ def fresh_workers() -> None:
     harness.close()
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist's own reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With pytest-xdist's ``--dist loadgroup``, which launch/test.sh asks for: tests that start
     ranks take turns in one process, so that workers are started once; the others go beside."""
