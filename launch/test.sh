@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# Set everything up and run the tests, in two processes (see tests/conftest.py). Arguments go to pytest:
-# bash launch/test.sh tests/unit -k cli
+# Set everything up and run the tests. Arguments go to pytest: bash launch/test.sh tests/unit -k cli
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 setup test
 cd "$root"
-exec "$python" -m pytest --numprocesses 2 --dist loadgroup "$@"
+exec "$python" -m pytest "$@"
