@@ -321,7 +321,7 @@ class Engine:
             accumulated=partial(gradients.accumulate, engine),
             recorder=recorder,
         )
-        gradients.sum_over_stages(engine, self._tied, self._mesh.group("pp_ends"))
+        gradients.sum_over_stages(engine, self._tied, self._mesh.group("pp_ends"), self._group)
         engine.allreduce_gradients()
         return loss_sum
 

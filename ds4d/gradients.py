@@ -50,10 +50,20 @@ def accumulate(engine: DeepSpeedEngine) -> None:
 
 @torch.no_grad()
 def sum_over_stages(
-    engine: DeepSpeedEngine, params: list[nn.Parameter], group: dist.ProcessGroup
+    engine: DeepSpeedEngine,
+    params: list[nn.Parameter],
+    ends: dist.ProcessGroup,
+    data: dist.ProcessGroup,
 ) -> None:
     """Sum the accumulated gradients of a tied weight, of which the first and the last stage have
-    a copy each, before they are averaged over dp x cp. Collective: ``group``."""
+    a copy each, before they are averaged over dp x cp.
+
+    More than two ranks' are averaged here already: DeepSpeed adds them up in an order that hangs on
+    what else a stage has, and so the copies would drift apart, by rounding. What it then averages
+    is the same on all of them.
+
+    Collective: ``ends``, then ``data``, which is dp x cp.
+    """
     optimizer = engine.optimizer
     for param in params:
         if isinstance(optimizer, BF16_Optimizer):
@@ -62,7 +72,9 @@ def sum_over_stages(
             gradient = optimizer.get_gradient_for_reduction(param)
         else:
             gradient = param.grad
-        all_reduce(gradient, group, purpose="tied weights")
+        all_reduce(gradient, ends, purpose="tied weights")
+        if data.size() > 2:
+            all_reduce(gradient, data, purpose="tied weights").div_(data.size())
 
 
 # -- of which tp ranks have parts ------------------------------------------------------------------

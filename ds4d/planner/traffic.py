@@ -106,9 +106,11 @@ def _pipeline(run: RunConfig, held: Held) -> float:
     return (held.boundaries + held.looks * held.onward) * held.n / parts
 
 
-def _tied(_run: RunConfig, held: Held) -> float:
-    """A ring of two."""
-    return held.tied * FP32
+def _tied(run: RunConfig, held: Held) -> float:
+    """A ring of two; and one of all of dp x cp, where these are more than two."""
+    data = run.parallel.dp * run.parallel.cp
+    passes = 1 + (2 * (data - 1) / data if data > 2 else 0)
+    return held.tied * FP32 * passes
 
 
 def _partial(run: RunConfig, held: Held) -> float:

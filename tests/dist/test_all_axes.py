@@ -6,7 +6,7 @@ import pytest
 
 from ds4d.verify.run import verify
 from tests import harness
-from tests.verify_runs import on_workers, run_of
+from tests.verify_runs import MODEL, on_workers, run_of
 
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
 
@@ -18,8 +18,9 @@ def many_workers():
 
 
 def test_sixteen_ranks_are_one_process(many_workers):
-    """Sequence parallel, packed documents, a vocabulary that does not divide."""
+    """Sequence parallel, packed documents, a tied vocabulary that does not divide."""
     run = run_of(
+        MODEL | {"tie_word_embeddings": True},
         tp=2, pp=2, cp=2, dp=2, stage=1, pipeline=INTERLEAVED, recompute="selective",
     )  # fmt: skip
     assert run.parallel.sequence_parallel

@@ -17,7 +17,8 @@ from ds4d.generate import generate
 from ds4d.mesh import Mesh
 from ds4d.model.weights import Weights
 from ds4d.pipeline.generate import join_stages
-from ds4d.saved_model import _CheckpointTensors, load_model
+from ds4d.model.checkpoint_weights import CheckpointWeights
+from ds4d.saved_model import load_model
 from tests.dist.test_generate import PROMPTS, run_ds4d
 from tests.harness import run_distributed
 from tests.unit.model_families import FAMILIES
@@ -62,7 +63,7 @@ def read_and_kept(layout: dict[str, int], path: Path) -> tuple[set[str], int, li
 
         return mock.patch.object(kind, "__call__", record)
 
-    with spy(Weights), spy(_CheckpointTensors):
+    with spy(Weights), spy(CheckpointWeights):
         model = load_model(path, device="cpu", mesh=mesh)
     join_stages(model.ds4d_stages, mesh)
     ids = torch.full((2, 5), 7)
