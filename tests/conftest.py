@@ -3,7 +3,6 @@ import torch
 
 from tests import harness
 
-
 torch.set_num_threads(1)  # tensors are small here: more threads wait for each other
 
 

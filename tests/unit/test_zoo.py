@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ds4d.models.blueprint import Cut
+from ds4d.models.derive import plan_of
 from torch import nn
 from transformers import CONFIG_MAPPING
 
@@ -12,8 +14,6 @@ from ds4d.attention.interface import attention
 from ds4d.attention.query_scale import scaled_by_document
 from ds4d.model.meta import meta_model
 from ds4d.model.shrink import shrunken
-from ds4d.models.blueprint import Cut
-from ds4d.models.derive import plan_of
 from tests.zoo.table import page, read
 from tests.zoo.trials import EXACT, REFUSED, Outcome
 
