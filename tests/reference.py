@@ -82,7 +82,7 @@ class PlainRun:
     grad_norms: list[float]
     gradients: dict[str, torch.Tensor]  # of the first step
     weights: dict[str, torch.Tensor]  # after the last
-    router_losses: list[float]  # where the model makes one
+    router_losses: list[float] = field(default_factory=list)  # where the model makes one
 
 
 def train_plainly(
@@ -90,7 +90,7 @@ def train_plainly(
 ) -> PlainRun:
     """Loss = mean over the valid targets of the global batch, and what a model that is asked for
     its router logits adds to that; clip; step."""
-    run = PlainRun([], [], {}, {}, [])
+    run = PlainRun([], [], {}, {})
     for batch in batches:
         real = real_tokens(batch)  # given where it says something: else positions tell documents
         mask = {} if real.all() else {"attention_mask": real.long()}
