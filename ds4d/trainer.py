@@ -12,20 +12,17 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedConfig
 
 from ds4d import attention
-from ds4d.attention.trial import why_not_shared
-from ds4d.checkpoint.find import find, list_checkpoints
+from ds4d.checkpoint.find import find
 from ds4d.checkpoint.load import load, read_extra
 from ds4d.checkpoint.saver import Saver
-from ds4d.config.errors import ConfigError, Problem
 from ds4d.config.load import load as load_config
 from ds4d.config.report import as_dict
 from ds4d.config.types import RunConfig
@@ -36,6 +33,7 @@ from ds4d.data.order import SampleOrder
 from ds4d.data.prepare import PreparedData, prepare
 from ds4d.engine import Engine, StepResult, find_nonfinite
 from ds4d.evaluate import mean_loss
+from ds4d.late_checks import check_hosts_agree, judge_model, refuse_occupied
 from ds4d.launch import runtime
 from ds4d.mesh import Mesh
 from ds4d.model.build import DTYPES, build_model
@@ -43,8 +41,6 @@ from ds4d.model.config import hf_config
 from ds4d.monitor import Monitor
 from ds4d.monitor.flops import model_flops, peak_tflops
 from ds4d.monitor.screen import say
-from ds4d.pipeline.check import why_not_staged
-from ds4d.pipeline.partition import split_of
 from ds4d.pipeline.recorder import OFF, Recorder
 from ds4d.pipeline.stage import stage_cutter
 from ds4d.resume import (
@@ -56,7 +52,6 @@ from ds4d.resume import (
     seed_everything,
     set_random_state,
 )
-from ds4d.router_trial import why_not_balanced
 from ds4d.run_lock import locked
 
 
@@ -78,10 +73,10 @@ def main(
     Collective: the world.
     """
     run = load_config(config, overrides=overrides, world_size=rank.launch.world_size)
-    _refuse_occupied(rank.output, resume)
+    refuse_occupied(rank.output, resume)
     data = prepare(run, local_rank=rank.launch.local_rank)
     rank.init_distributed(run.training.process_group_timeout_seconds)
-    _check_hosts_agree(data)
+    check_hosts_agree(data)
     with _alone_in(rank.output):
         _train(run, data, rank, resume)
     return 0
@@ -118,26 +113,6 @@ def _alone_in(output: Path) -> Iterator[None]:
         yield
 
 
-def _refuse_occupied(output: Path, resume: str | None) -> None:
-    """Beginning anew in the folder of another run would mix the two."""
-    if resume is None and list_checkpoints(output):
-        text = "this run folder has checkpoints; continue with --resume auto, or give another one"
-        raise ConfigError([Problem("--output", f"{output}: {text}")])
-
-
-def _check_hosts_agree(data: PreparedData) -> None:
-    """Hosts without a shared file system each prepared their own data: it must be the same."""
-    mine = {name: report["key"] for name, report in data.report.items()}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    other = next((rank for rank, keys in enumerate(everyone) if keys != everyone[0]), None)
-    if other is not None:
-        raise DataError(
-            f"rank {other} has other data than rank 0 (keys {everyone[other]} and {everyone[0]}): "
-            f"the files, the tokenizer or the installed versions differ between their hosts"
-        )
-
-
 def _write_run_folder(run: RunConfig, data: PreparedData, output: Path) -> None:
     """``config.resolved.json``, which loads again, and the tokenizer, for export."""
     summary = as_dict(run)
@@ -147,43 +122,6 @@ def _write_run_folder(run: RunConfig, data: PreparedData, output: Path) -> None:
     (output / "config.resolved.json").write_text(json.dumps(whole, indent=2) + "\n")
     if data.tokenizer is not None:
         data.tokenizer.save_pretrained(output / "tokenizer")
-
-
-def _check_documents(run: RunConfig, data: PreparedData, config: PreTrainedConfig) -> None:
-    """``check`` cannot see into token files, nor into a model that is still on the hub."""
-    for name, report in data.report.items():
-        source = getattr(run.data, name)
-        packed = run.data.packing == "documents"
-        if source.type == "tokens":
-            packed = report["documents"] > report["samples"]
-        if packed and (reason := attention.supports(config, documents=True)):
-            text = f"several documents in a sample, but {reason}"
-            raise ConfigError([Problem(f"ds4d.data.{name}", text)])
-
-
-def _check_context(run: RunConfig, config: PreTrainedConfig) -> None:
-    """``check`` cannot try a model that is still on the hub."""
-    if run.parallel.cp > 1 and (reason := why_not_shared(config)):
-        raise ConfigError([Problem("ds4d.parallel.cp", reason)])
-
-
-def _check_routers(config: PreTrainedConfig) -> None:
-    """``check`` cannot try a model that is still on the hub."""
-    if reason := why_not_balanced(config):
-        raise ConfigError([Problem("ds4d.model", reason)])
-
-
-def _with_split(run: RunConfig, config: PreTrainedConfig) -> RunConfig:
-    """``check`` cannot cut a model that is still on the hub, or whose vocabulary is not known."""
-    if run.parallel.pp == 1:
-        return run
-    if reason := why_not_staged(config):
-        raise ConfigError([Problem("ds4d.parallel.pp", reason)])
-    try:
-        split = split_of(run, config)
-    except ValueError as error:
-        raise ConfigError([Problem("ds4d.pipeline.split", str(error))]) from None
-    return run.replace(pipeline=replace(run.pipeline, split=split.counts))
 
 
 @dataclass
@@ -226,10 +164,7 @@ class Trainer:
         self.hf_config = hf_config(
             run.model, vocab_size=data.vocab_size, tokenizer=data.tokenizer
         )
-        _check_documents(run, data, self.hf_config)
-        _check_context(run, self.hf_config)
-        _check_routers(self.hf_config)
-        self.run = run = _with_split(run, self.hf_config)
+        self.run = run = judge_model(run, data, self.hf_config)
         self._facts = facts(run, data, self.hf_config.to_dict())
         self.engine = Engine.create(
             run,
