@@ -139,6 +139,6 @@ def test_our_own_fault_shows_the_traceback(capsys, monkeypatch):
     def broken(_args):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, "_schema", broken)
+    monkeypatch.setattr(cli.files, "_schema", broken)
     code, _, err = call(capsys, "schema")
     assert code == 1 and "Traceback" in err and "ZeroDivisionError" in err
