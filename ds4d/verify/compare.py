@@ -32,6 +32,9 @@ PART_OF_SIGNS = 0.05
 MARGIN = {"all": 1.1, "number": 2.0, "tensor": 3.0}  # of many tensors together; of one
 # More where a token's expert may hang on rounding: then it goes, or not, through other weights.
 ROUTED = 3.0
+# Which of the small weights (norms) Adam moves by rounding is chance: any may be as far off as the
+# worst is in the plain process, if that is not more than this part of its move.
+CHANCE = 0.15
 FLOOR = {"bf16": 2.0**-9, "fp16": 2.0**-12}
 
 Limit = Callable[[str, int], float]  # (what, step) -> tolerance
@@ -245,9 +248,12 @@ def tensor_rows(
     rows = {}
     margin, floor = _margin("tensor", exact), FLOOR[precision]
     for what, (errors, plain) in _half_errors(found, half, exact).items():
-        least = root_mean_square(plain.values())
+        least = margin * root_mean_square(plain.values())
+        if what == "update":
+            worst = min(max(plain.values()), CHANCE)
+            least = max(least, _margin("number", exact) * worst)
         rows[what] = [
-            Row(what, error, margin * max(plain[name], least) + floor, name)
+            Row(what, error, max(margin * plain[name], least) + floor, name)
             for name, error in errors.items()
         ]
     return rows

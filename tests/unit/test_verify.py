@@ -16,7 +16,7 @@ from ds4d.config.report import plain
 from ds4d.config.types import ParallelConfig
 from ds4d.verify import run as verify_run
 from ds4d.verify.bisect import Finding, Trial, axes_of, bisect, overrides
-from ds4d.verify.compare import EXACT, Off, Row, allowing_rounding, compare
+from ds4d.verify.compare import EXACT, Off, Row, allowing_rounding, compare, tensor_rows
 from ds4d.verify.layout import fewer_ranks
 from ds4d.verify.plain import Result, read_steps, train_plainly
 from ds4d.verify.ranks import LayoutResult
@@ -222,6 +222,19 @@ def test_half_precision_may_be_as_far_as_plain_half_precision():
     assert not failed(compare(layout(near), result(), near, precision="bf16"))
     wrong = failed(compare(layout(far), result(), near, precision="bf16"))
     assert wrong == ["gradients, all", "gradient first", "updates, all", "update first"]
+
+
+def test_any_small_weight_may_be_the_one_that_rounding_moves():
+    def moved(**off: float) -> Result:
+        """Ten weights, some of which are off by a part of their move."""
+        before = {f"w{i}": torch.ones(4) for i in range(10)}
+        after = {n: x * (0.99 - 0.01 * off.get(n, 0.001)) for n, x in before.items()}
+        return Result([5.0], [5.0], [10], before, before, after)
+
+    half = moved(w0=0.08)
+    for off, is_right in ((0.12, True), (0.4, False)):
+        rows = tensor_rows(layout(moved(w1=off)), moved(), half, precision="bf16")["update"]
+        assert [row.where for row in rows if not row.passed] == ([] if is_right else ["w1"])
 
 
 # -- bisect --------------------------------------------------------------------------------------
