@@ -131,8 +131,9 @@ def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     """In fp32. A weight that the model does not use has zeros, and decays as the others do."""
-    grad = parameter.grad
-    return torch.zeros_like(parameter, dtype=torch.float32) if grad is None else grad.float().clone()
+    if parameter.grad is None:
+        return torch.zeros_like(parameter, dtype=torch.float32)
+    return parameter.grad.float().clone()
 
 
 def read_steps(run: RunConfig) -> Iterator[list[Document]]:
