@@ -124,6 +124,7 @@ def ds4d(
     from ds4d.mesh import Mesh
     from ds4d.model.build import build_model
     from ds4d.model.config import hf_config
+    from ds4d.optim import of_run
     from ds4d.pipeline.recorder import OFF, Recorder
     from ds4d.pipeline.stage import stage_cutter
 
@@ -168,7 +169,7 @@ def ds4d(
         )
 
     device = torch.device("cpu")
-    engine = Engine.create(run, mesh, build, device=device, total_steps=1000)
+    engine = Engine.create(run, mesh, build, device=device, **of_run(run, total_steps=1000))
     positions = torch.arange(seq_len)[None]
     last = torch.full((1, 1), IGNORE)
 

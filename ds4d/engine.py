@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 
 from ds4d import gradients, optimizer_state
 from ds4d.checkpoint.logical import LogicalTensor
@@ -41,7 +42,7 @@ from ds4d.config.types import RunConfig
 from ds4d.data.batch import MicroBatch
 from ds4d.loss import Objective, count_targets, eval_sums, padded, sum_loss
 from ds4d.mesh import DeepSpeedMpu, Mesh
-from ds4d.optim import build_optimizer, build_scheduler
+from ds4d.optim import OptimizerMaker
 from ds4d.pipeline.engine import Pipeline
 from ds4d.pipeline.recorder import OFF, Recorder
 from ds4d.pipeline.stage import StandIn
@@ -71,6 +72,18 @@ class StepResult:
     skipped: bool
     loss_scale: float | None
     router_loss: float | None = None
+
+
+class Stepped(NamedTuple):
+    """Of one optimizer step.
+
+    Attributes:
+        grad_norm: L2 norm of the whole gradient before clipping.
+        skipped: not finite, so weights, moments and schedule were left alone.
+    """
+
+    grad_norm: float
+    skipped: bool
 
 
 class _ZeroEngine(DeepSpeedEngine):
@@ -124,16 +137,17 @@ class _ZeroEngine(DeepSpeedEngine):
         return squares.sqrt().float()
 
 
-def _fillers(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What a stage's optimizer has in place of the matrices, or of the vectors, that the stage does
-    not train: zeros, in no checkpoint. Torch's optimizers refuse to have nothing, and DeepSpeed
-    sums norms one group after the other, over all stages, which must have the same groups."""
-    missing = {1, 2} - {min(p.dim(), 2) for p in model.parameters() if p.requires_grad}
+def _fill_empty(groups: list[dict[str, Any]], model: nn.Module) -> dict[str, nn.Parameter]:
+    """What a stage's optimizer has in the groups of which the stage trains nothing: zeros, in no
+    checkpoint. Torch's optimizers refuse to have nothing, and DeepSpeed sums norms one group after
+    the other, over all stages, which must have the same groups."""
     fillers = {}
-    for dim in missing:
-        zeros = torch.zeros([1] * dim, dtype=model.dtype, device=model.device)
-        fillers[f"filler_{dim}"] = filler = nn.Parameter(zeros)
-        filler.tensor_model_parallel = True  # DeepSpeed fails on a rank that counts nothing
+    for number, group in enumerate(groups):
+        if not group["params"]:
+            zeros = torch.zeros(1, dtype=model.dtype, device=model.device)
+            fillers[f"filler_{number}"] = filler = nn.Parameter(zeros)
+            filler.tensor_model_parallel = True  # DeepSpeed fails on a rank that counts nothing
+            group["params"] = [filler]
     return fillers
 
 
@@ -171,7 +185,8 @@ class Engine:
         build: Callable[[Partition | None], nn.Module],
         *,
         device: torch.device,
-        total_steps: int,
+        optimizer: OptimizerMaker,
+        scheduler: Callable[[Optimizer], Any],
     ) -> "Engine":
         """Build the model and wrap it. This is the only caller of DeepSpeed's engine.
 
@@ -180,28 +195,23 @@ class Engine:
                 called on each module as soon as its own parameters are filled, which leaves
                 only this rank's part of them. With pp > 1 the model has been cut into
                 ``pipeline.stage.Stages``.
-            total_steps: optimizer steps of the whole run, for the schedule.
+            optimizer: makes that of this rank's parameters.
+            scheduler: makes what DeepSpeed steps with it; gives None where somebody else does.
         """
         config = to_deepspeed(run, on_cpu=device.type == "cpu")
         mpu = DeepSpeedMpu(mesh)
         model = build(partition_for(config, mpu) if run.zero_stage == 3 else None)
-        fillers = _fillers(model) if run.parallel.pp > 1 else {}
+        groups = optimizer.groups(model.named_parameters())
+        fillers = _fill_empty(groups, model) if run.parallel.pp > 1 else {}
         for name, filler in fillers.items():
             model.register_parameter(name, filler)
-        optimizer = build_optimizer(
-            model.named_parameters(),
-            run.deepspeed["optimizer"],
-            decay_all=run.training.decay_all,
-        )
-        scheduler = build_scheduler(
-            optimizer, run.deepspeed.get("scheduler"), total_steps=total_steps
-        )
+        stepped = optimizer.make([group for group in groups if group["params"]])
         engine = _ZeroEngine(
             args=None,
             model=model,
-            optimizer=optimizer,
+            optimizer=stepped,
             model_parameters=None,
-            lr_scheduler=scheduler,
+            lr_scheduler=scheduler(stepped),
             mpu=mpu,
             dist_init_required=False,
             config=config,
@@ -240,37 +250,81 @@ class Engine:
         """
         engine = self._engine
         lr = self.lr
-        tokens = sum(count_targets(batch.targets) for batch in micro_batches).to(self.device)
-        dist.all_reduce(tokens, group=self._group)
-        scale = self._group_size / tokens.clamp(min=1)
-        loss_scale = engine.optimizer.loss_scale if engine.fp16_enabled() else 1.0
-        skipped_before = engine.skipped_steps
+        tokens = self.count(micro_batches).sum()
+        scale = self.mean_scale(tokens)
         engine.train()
         if self._router_loss is not None:
-            self._count_routes(micro_batches, loss_scale)
+            self._count_routes(micro_batches)
         if self._pipeline is None:
-            loss_sum = self._pass_after_pass(micro_batches, scale, scale * loss_scale)
+            loss_sum = self._pass_after_pass(micro_batches, scale)
         else:
-            loss_sum = self._by_schedule(micro_batches, scale * loss_scale, recorder)
-        gradients.sum_partial_gradients(engine, self._mesh.group("tp"))
-        engine.step()
-        dist.all_reduce(loss_sum, group=self._mesh.group("pp_dp_cp"))
-        norm = engine.get_global_grad_norm()
+            loss_sum = self.run_schedule(micro_batches, scale, recorder).sum()
+        stepped = self.step()
+        self.sum_losses(loss_sum)
         return StepResult(
             loss=float(loss_sum / tokens.clamp(min=1)),
-            grad_norm=float("nan") if norm is None else float(norm),
+            grad_norm=stepped.grad_norm,
             tokens=int(tokens),
             lr=lr,
-            skipped=engine.skipped_steps > skipped_before,
+            skipped=stepped.skipped,
             loss_scale=float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None,
             router_loss=None if self._router_loss is None else float(self._router_loss.value),
         )
 
-    def _count_routes(self, micro_batches: Sequence[MicroBatch], loss_scale: float) -> None:
+    # -- the parts of a step ----------------------------------------------------------------
+
+    def count(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Valid targets of each micro-batch over dp x cp; int64 [micro-batches]."""
+        counts = torch.stack([count_targets(batch.targets) for batch in micro_batches])
+        counts = counts.to(self.device)
+        dist.all_reduce(counts, group=self._group)
+        return counts
+
+    def mean_scale(self, tokens: Tensor) -> Tensor:
+        """What a sum of token losses is multiplied by before its backward pass, so that gradients
+        come to be those of the mean over ``tokens``."""
+        return self._group_size / tokens.clamp(min=1)
+
+    def sum_losses(self, loss_sum: Tensor) -> None:
+        """In place, over the ranks that each have a part."""
+        dist.all_reduce(loss_sum, group=self._mesh.group("pp_dp_cp"))
+
+    def forward(self, batch: MicroBatch, scale: Tensor) -> Tensor:
+        """The sum of a micro-batch's token losses here, with its way back; without a pipeline.
+
+        Args:
+            scale: what it will be multiplied by (``mean_scale``).
+        """
+        return self._forward(batch, scale * self._loss_scale)[0]
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Args:
+        last: of the step. Gradients are then reduced.
+        """
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss, scale_wrt_gas=False)
+        if not last:
+            self._engine.step()  # counts micro-batches
+
+    def step(self) -> Stepped:
+        """After the last backward pass."""
+        engine, skipped_before = self._engine, self._engine.skipped_steps
+        gradients.sum_partial_gradients(engine, self._mesh.group("tp"))
+        engine.step()
+        norm = engine.get_global_grad_norm()
+        norm = float("nan") if norm is None else float(norm)
+        return Stepped(norm, engine.skipped_steps > skipped_before)
+
+    @property
+    def _loss_scale(self) -> float:
+        """Of fp16."""
+        return self._engine.optimizer.loss_scale if self._engine.fp16_enabled() else 1.0
+
+    def _count_routes(self, micro_batches: Sequence[MicroBatch]) -> None:
         """The forward passes of the step alone, with the random numbers that they will have again.
         What is to come of them has the factor that undoes DeepSpeed's averaging, too."""
         loss, devices = self._router_loss, [self.device] if self.device.type == "cuda" else []
-        scale = self._group_size * (1.0 if self._pipeline is None else loss_scale)
+        scale = self._group_size * (1.0 if self._pipeline is None else self._loss_scale)
         group = self._mesh.group("pp_dp_cp")
         with ExitStack() as within:
             within.enter_context(torch.random.fork_rng(devices))
@@ -293,37 +347,41 @@ class Engine:
             loss = sum_loss(self._engine, batch, self.objective, scale=scale)
         return loss, routers.share(seen, batch)
 
-    def _pass_after_pass(
-        self, micro_batches: Sequence[MicroBatch], scale: Tensor, whole_scale: Tensor
-    ) -> Tensor:
+    def _pass_after_pass(self, micro_batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
         """The sum of token losses; the last ``step`` is the caller's."""
         engine = self._engine
         loss_sum = torch.zeros((), dtype=torch.float32, device=self.device)
         for number, batch in enumerate(micro_batches):
             if number:
                 engine.step()  # counts micro-batches
-            loss, share = self._forward(batch, whole_scale)
+            loss, share = self._forward(batch, scale * self._loss_scale)
             loss_sum += loss.detach()
             whole = loss * scale if share is None else loss * scale + share
             engine.backward(whole, scale_wrt_gas=False)
         return loss_sum
 
-    def _by_schedule(
-        self, micro_batches: Sequence[MicroBatch], whole_scale: Tensor, recorder: Recorder = OFF
+    def run_schedule(
+        self, micro_batches: Sequence[MicroBatch], scale: Tensor, recorder: Recorder = OFF
     ) -> Tensor:
+        """All passes of a pipeline, forward and backward, in the order of its schedule.
+
+        Returns:
+            the sum of token losses of each micro-batch, [micro-batches]; zeros where this rank does
+            not have the last stage.
+        """
         engine = self._engine
         for filler in self._fillers:
             filler.grad = torch.zeros_like(filler)
-        loss_sum = self._pipeline.train(
+        loss_sums = self._pipeline.train(
             [batch.to(self.device) for batch in micro_batches],
             self.objective,
-            scale=whole_scale,
+            scale=scale * self._loss_scale,
             accumulated=partial(gradients.accumulate, engine),
             recorder=recorder,
         )
         gradients.sum_over_stages(engine, self._tied, self._mesh.group("pp_ends"), self._group)
         engine.allreduce_gradients()
-        return loss_sum
+        return loss_sums
 
     def eval_sums(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[Tensor, Tensor]]:
         """Of each micro-batch (sum of token losses, count of valid targets), float64 scalars: of
@@ -410,9 +468,9 @@ def find_nonfinite(engine: Engine, micro_batches: Sequence[MicroBatch]) -> str |
     tokens = sum(count_targets(batch.targets) for batch in micro_batches).to(engine.device)
     scale = 1 / tokens.clamp(min=1)
     if pipeline is None:
-        engine._pass_after_pass(micro_batches, scale, scale)
+        engine._pass_after_pass(micro_batches, scale)
     else:
-        engine._by_schedule(micro_batches, scale)
+        engine.run_schedule(micro_batches, scale)
     for handle in handles:
         handle.remove()
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -10,13 +10,16 @@ curve with the layout.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Iterable, Mapping
+from typing import Any, Callable, Iterable, Mapping, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+from ds4d.config.types import RunConfig
 
 
 class Lion(Optimizer):
@@ -65,7 +68,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 def param_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float, decay_all: bool
 ) -> list[dict[str, Any]]:
-    """Trainable parameters in a group with weight decay and one without; empty groups dropped.
+    """Trainable parameters in a group with weight decay and one without; either may be empty.
 
     Vectors (norms, biases) are not decayed unless ``decay_all``. Under ZeRO-3 a parameter is a
     flat shard, its own shape is in ``ds_shape``.
@@ -79,8 +82,45 @@ def param_groups(
     return [
         {"params": params, "weight_decay": decay[name], "name": name}
         for name, params in groups.items()
-        if params
     ]
+
+
+class OptimizerMaker(Protocol):
+    """How an engine comes to its optimizer, when it has the parameters of this rank."""
+
+    def groups(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]]
+    ) -> list[dict[str, Any]]:
+        """Of the parameters, the same number on every rank; some may be empty. Each has a
+        ``name`` of its own."""
+
+    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Args:
+        groups: some of these, none of them empty.
+        """
+
+
+@dataclass(frozen=True)
+class FileOptimizer:
+    """DeepSpeed's ``optimizer`` block: ``{"type": ..., "params": {...}}``."""
+
+    config: Mapping[str, Any]
+    decay_all: bool
+
+    def groups(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]]
+    ) -> list[dict[str, Any]]:
+        decay = self.config.get("params", {}).get("weight_decay", 0.0)
+        return param_groups(named_parameters, weight_decay=decay, decay_all=self.decay_all)
+
+    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+        params = dict(self.config.get("params", {}))
+        if "betas" in params:
+            params["betas"] = tuple(params["betas"])
+        try:
+            return OPTIMIZERS[self.config["type"].lower()](groups, **params)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"optimizer.params: {self.config['type']}: {error}") from error
 
 
 def build_optimizer(
@@ -89,17 +129,9 @@ def build_optimizer(
     *,
     decay_all: bool,
 ) -> Optimizer:
-    """From DeepSpeed's ``optimizer`` block: ``{"type": ..., "params": {...}}``."""
-    params = dict(config.get("params", {}))
-    groups = param_groups(
-        named_parameters, weight_decay=params.get("weight_decay", 0.0), decay_all=decay_all
-    )
-    if "betas" in params:
-        params["betas"] = tuple(params["betas"])
-    try:
-        return OPTIMIZERS[config["type"].lower()](groups, **params)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"optimizer.params: {config['type']}: {error}") from error
+    """Of all of a model's parameters, from DeepSpeed's ``optimizer`` block."""
+    maker = FileOptimizer(config, decay_all)
+    return maker.make([group for group in maker.groups(named_parameters) if group["params"]])
 
 
 def _after_warmup(shape: Callable[[float], float], step: int, warmup: int, total: int) -> float:
@@ -131,3 +163,16 @@ def build_scheduler(optimizer: Optimizer, config: Mapping[str, Any] | None, *, t
     from deepspeed.runtime import lr_schedules
 
     return getattr(lr_schedules, name)(optimizer, **params)
+
+
+def of_run(run: RunConfig, *, total_steps: int) -> dict[str, Any]:
+    """For ``Engine.create``: what the file says of optimizer and schedule.
+
+    Args:
+        total_steps: optimizer steps of the whole run.
+    """
+    schedule = run.deepspeed.get("scheduler")
+    return {
+        "optimizer": FileOptimizer(run.deepspeed["optimizer"], run.training.decay_all),
+        "scheduler": partial(build_scheduler, config=schedule, total_steps=total_steps),
+    }

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds4d import attention
+from ds4d import attention, optim
 from ds4d.checkpoint.find import find
 from ds4d.checkpoint.load import load, read_extra
 from ds4d.checkpoint.saver import Saver
@@ -183,7 +183,7 @@ class Trainer:
                 cut=stage_cutter(run, self.mesh, self.hf_config),
             ),
             device=device,
-            total_steps=self.total_steps,
+            **optim.of_run(run, total_steps=self.total_steps),
         )
         self._saver = self._make_saver()
 

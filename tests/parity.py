@@ -104,6 +104,7 @@ def make_engine(run, change=None):
     from ds4d.mesh import Mesh
     from ds4d.model.build import DTYPES, build_model
     from ds4d.model.config import hf_config
+    from ds4d.optim import of_run
     from ds4d.pipeline.stage import stage_cutter
 
     attention.register()
@@ -128,7 +129,9 @@ def make_engine(run, change=None):
             change(model)
         return model
 
-    engine = Engine.create(run, mesh, build, device=torch.device("cpu"), total_steps=10)
+    engine = Engine.create(
+        run, mesh, build, device=torch.device("cpu"), **of_run(run, total_steps=10)
+    )
     return engine, mesh
 
 

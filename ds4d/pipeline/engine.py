@@ -116,7 +116,8 @@ class Pipeline:
             recorder: is told when each pass runs.
 
         Returns:
-            the sum of token losses on the ranks that have the last stage, else 0. fp32 scalar.
+            the sum of token losses of each micro-batch on the ranks that have the last stage, else
+            zeros; fp32 [micro-batches].
         """
         schedule, incoming = self._plan("train", len(batches))
         recorder.begin(schedule)
@@ -191,13 +192,15 @@ class _Run:
         self._deferred: dict[tuple[int, int], Deferred] = {}
 
     def train(self, objective: Objective, scale: Tensor, accumulated: Callable[[], None]) -> Tensor:
-        total = torch.zeros((), dtype=torch.float32, device=self._pipeline._device)
+        sums = torch.zeros(
+            len(self._batches), dtype=torch.float32, device=self._pipeline._device
+        )
         for action in self._actions:
             with self._recorder.running(action):
                 if action.kind is Kind.FORWARD:
                     loss = self._forward(action, objective, scale)
                     if loss is not None:
-                        total += loss
+                        sums[action.micro_batch] += loss
                 elif action.kind is Kind.WEIGHT:
                     self._deferred.pop(action[1:]).compute()
                     accumulated()
@@ -205,7 +208,7 @@ class _Run:
                     self._backward(action)
                     accumulated()
         self._mail.finish()
-        return total
+        return sums
 
     def evaluate(self) -> list[tuple[Tensor, Tensor]]:
         zero = torch.zeros((), dtype=torch.float64, device=self._pipeline._device)

@@ -80,6 +80,7 @@ def build(dtype, partition, frozen=(), **changes):
 def make_engine(run, **changes):
     from ds4d.engine import Engine
     from ds4d.mesh import Mesh
+    from ds4d.optim import of_run
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     return Engine.create(
@@ -87,7 +88,7 @@ def make_engine(run, **changes):
         Mesh.create(run.parallel),
         functools.partial(build, dtype[run.precision.param_dtype], **changes),
         device=torch.device("cpu"),
-        total_steps=STEPS,
+        **of_run(run, total_steps=STEPS),
     )
 
 

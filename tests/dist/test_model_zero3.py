@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from ds4d.config.types import ModelConfig
-from ds4d.model.initial import InitialValues
-from ds4d.model.meta import logical_model, meta_model
 from ds4d.model.build import build_model, fill, stored_or_initial
 from ds4d.model.config import hf_config
+from ds4d.model.initial import InitialValues
+from ds4d.model.meta import logical_model, meta_model
 from ds4d.model.weights import Weights
 from tests.harness import run_distributed
 

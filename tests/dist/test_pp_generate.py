@@ -15,9 +15,9 @@ from ds4d.config.types import ParallelConfig
 from ds4d.evaluate import evaluate
 from ds4d.generate import generate
 from ds4d.mesh import Mesh
+from ds4d.model.checkpoint_weights import CheckpointWeights
 from ds4d.model.weights import Weights
 from ds4d.pipeline.generate import join_stages
-from ds4d.model.checkpoint_weights import CheckpointWeights
 from ds4d.saved_model import load_model
 from tests.dist.test_generate import PROMPTS, run_ds4d
 from tests.harness import run_distributed

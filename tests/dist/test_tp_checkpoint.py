@@ -133,6 +133,7 @@ def save_hugging_face(family, runs, root):
     """The weights before the first step, of a Hugging Face model cut by hand."""
     from ds4d.engine import Engine
     from ds4d.mesh import Mesh
+    from ds4d.optim import of_run
 
     config = hf_config(ModelConfig(config=fields(family) | {"vocab_size": 101}))
     for run in runs:
@@ -146,7 +147,9 @@ def save_hugging_face(family, runs, root):
             fill(model, values, device="cpu", partition=partition)
             return model
 
-        engine = Engine.create(run, mesh, build, device=torch.device("cpu"), total_steps=1)
+        engine = Engine.create(
+            run, mesh, build, device=torch.device("cpu"), **of_run(run, total_steps=1)
+        )
         extra = {"hf_config": json.loads(config.to_json_string()), "dtype": "fp32"}
         folder = root / str(run.zero_stage)
         save(folder, 1, engine.logical_state(), extra=extra, rank_state={}, keep=None)

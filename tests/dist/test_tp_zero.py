@@ -40,6 +40,7 @@ def toy_engine(run, frozen=(), seed=0):
     """The engine, and the mesh."""
     from ds4d.engine import Engine
     from ds4d.mesh import Mesh
+    from ds4d.optim import of_run
 
     mesh = Mesh.create(run.parallel)
 
@@ -52,7 +53,7 @@ def toy_engine(run, frozen=(), seed=0):
         return model
 
     device = torch.device("cpu")
-    return Engine.create(run, mesh, build, device=device, total_steps=STEPS), mesh
+    return Engine.create(run, mesh, build, device=device, **of_run(run, total_steps=STEPS)), mesh
 
 
 def share(batch, run, mesh):
