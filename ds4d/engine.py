@@ -306,6 +306,16 @@ class Engine:
         if not last:
             self._engine.step()  # counts micro-batches
 
+    def clip_at(self, max_norm: float) -> None:
+        """From the next step on; 0: not at all."""
+        self._engine._config.gradient_clipping = max_norm
+        if hasattr(self._engine.optimizer, "clip_grad"):
+            self._engine.optimizer.clip_grad = max_norm
+
+    def multiply_gradients(self, factor: float) -> None:
+        """Of a pipeline, after ``run_schedule``."""
+        gradients.multiply(self._engine, factor)
+
     def step(self) -> Stepped:
         """After the last backward pass."""
         engine, skipped_before = self._engine, self._engine.skipped_steps
@@ -383,14 +393,36 @@ class Engine:
         engine.allreduce_gradients()
         return loss_sums
 
+    def set_training(self, training: bool) -> None:
+        """Train or eval mode, of the model and of what is around it."""
+        if self._engine.training != training or self.module.training != training:
+            self._engine.train(training)
+
+    def __call__(self, **inputs: Any) -> Any:
+        """The model as DeepSpeed runs it, without a pipeline."""
+        return self._engine(**inputs)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """As DeepSpeed has wrapped it."""
+        return self._engine.optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        """That DeepSpeed steps, or None."""
+        return self._engine.lr_scheduler
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        return self._pipeline
+
     def eval_sums(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[Tensor, Tensor]]:
         """Of each micro-batch (sum of token losses, count of valid targets), float64 scalars: of
         this rank alone, and nothing where it does not have the last stage. See ``loss.eval_sums``.
 
         Every rank must give as many, for under ZeRO-3 a forward pass is collective, and so it is
-        along a pipeline.
+        along a pipeline. The model is in the mode that it was set to.
         """
-        self._engine.eval()
         if self._pipeline is None:
             return eval_sums(self._engine, batches, device=self.device)
         return self._pipeline.evaluate(batches)

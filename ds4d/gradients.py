@@ -77,7 +77,7 @@ def sum_over_stages(
             all_reduce(gradient, data, purpose="tied weights").div_(data.size())
 
 
-# -- of which tp ranks have parts ------------------------------------------------------------------
+# -- between the last backward pass and the step ---------------------------------------------------
 
 Gradients = Iterator[tuple[nn.Parameter, Tensor]]
 
@@ -132,6 +132,16 @@ _GRADIENTS: Mapping[type, Callable[[DeepSpeedEngine], Gradients]] = {
     DeepSpeedZeroOptimizer: _zero12_gradients,
     torch.optim.Optimizer: _plain_gradients,
 }
+
+
+@torch.no_grad()
+def multiply(engine: DeepSpeedEngine, factor: float) -> None:
+    """What the step will use. Not with offload, whose norms are taken already."""
+    for _, gradient in of_wrapper(engine, _GRADIENTS)(engine):
+        gradient.mul_(factor)
+
+
+# -- of which tp ranks have parts ------------------------------------------------------------------
 
 
 def _partial(engine: DeepSpeedEngine) -> Gradients:

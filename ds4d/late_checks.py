@@ -57,6 +57,12 @@ def judge_model(run: RunConfig, data: PreparedData, config: PreTrainedConfig) ->
     return _with_split(run, config)
 
 
+def judge_script(run: RunConfig, config: PreTrainedConfig) -> RunConfig:
+    """``judge_model`` for a model and data that are a script's."""
+    _check_context(run, config)
+    return _with_split(run, config)
+
+
 def _check_documents(run: RunConfig, data: PreparedData, config: PreTrainedConfig) -> None:
     """``check`` cannot see into token files, nor into a model that is still on the hub."""
     for name, report in data.report.items():

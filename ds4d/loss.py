@@ -18,7 +18,9 @@ from ds4d.tensor_parallel.cross_entropy import Objective, sum_cross_entropy
 from ds4d.tensor_parallel.state import TensorParallel
 from ds4d.tensor_parallel.vocab import head_of
 
-__all__ = ["Objective", "count_targets", "eval_sums", "sum_cross_entropy", "sum_loss"]
+__all__ = [
+    "Objective", "count_targets", "eval_sums", "sum_cross_entropy", "sum_loss", "whole_logits",
+]  # fmt: skip
 
 
 def sum_loss(
@@ -58,6 +60,27 @@ def sum_loss(
             return sum_cross_entropy(logits, batch.targets, objective, scale=scale)
         with head.deferred(batch.targets, objective, scale=scale):
             return model(**inputs).logits
+
+
+def whole_logits(
+    model: nn.Module,
+    batch: MicroBatch,
+    objective: Objective = Objective(),
+    *,
+    scale: Tensor | float = 1.0,
+    embeds: Tensor | None = None,
+) -> Tensor:
+    """[B, s, V] of this rank's tokens, the same on every tp rank; arguments as in ``sum_loss``, of
+    which the loss's are not looked at.
+
+    Collective: as ``sum_loss``.
+    """
+    module, length = getattr(model, "module", model), batch.input_ids.shape[1]
+    tp = getattr(module, "ds4d_tp", None)
+    batch = padded(batch, tp)
+    inputs = model_inputs(module, batch, embeds)
+    with sequence.scattered(tp):
+        return model(**inputs).logits[:, :length]
 
 
 @torch.no_grad()

@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from ds4d.attention.context import ContextParallel
-from ds4d.config.layout import GROUP_AXES, Coordinate, context_ranks, coordinate_of, group_ranks
+from ds4d.config.layout import (
+    GROUP_AXES,
+    Coordinate,
+    context_ranks,
+    coordinate_of,
+    group_ranks,
+    ranks_along,
+)
 from ds4d.config.types import ContextConfig, ParallelConfig
 from ds4d.context_parallel import Cutter
 from ds4d.tensor_parallel.state import TensorParallel
@@ -93,6 +100,16 @@ class Mesh:
         return dist.new_group(
             backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds)
         )
+
+    def sharing_samples(
+        self, *, timeout_seconds: float = 1800.0
+    ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """On the CPU: the ranks that see the same samples (those of one place on dp), and the
+        world. For batches that one rank reads for others. Collective: the world."""
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        lists = ranks_along(("pp", "cp", "tp"), self.parallel)
+        sharing = dist.new_subgroups_by_enumeration(lists, timeout=timeout, backend="gloo")[0]
+        return sharing, self.second_world(timeout_seconds=timeout_seconds)
 
     def group(self, name: str) -> dist.ProcessGroup:
         return self.groups[name]

@@ -202,7 +202,8 @@ def _untrained(
         else:
             held = part.whole(param.data)
         yield f"weight/{name}", part.logical_shape, param.dtype, held
-    persistent = set(module.state_dict(keep_vars=True)) - {n for n, _ in module.named_parameters()}
+    names = set(nn.Module.state_dict(module, keep_vars=True))  # a script's may have its own
+    persistent = names - {name for name, _ in module.named_parameters()}
     for name, buffer in module.named_buffers():
         if name in persistent:
             part = Part.of(name, buffer)

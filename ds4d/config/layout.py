@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, product
 from typing import NamedTuple
 
@@ -53,7 +53,11 @@ def coordinate_of(rank: int, parallel: ParallelConfig) -> Coordinate:
 
 def group_ranks(name: str, parallel: ParallelConfig) -> list[list[int]]:
     """All groups of one name, each a sorted list of global ranks; together every rank once."""
-    inner = GROUP_AXES[name]
+    return ranks_along(GROUP_AXES[name], parallel)
+
+
+def ranks_along(inner: Sequence[str], parallel: ParallelConfig) -> list[list[int]]:
+    """Groups of the ranks that differ in some axes alone, as ``group_ranks``."""
     outer = [axis for axis in AXES if axis not in inner]
     groups = []
     for fixed in product(*(range(getattr(parallel, axis)) for axis in outer)):

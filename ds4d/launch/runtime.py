@@ -109,6 +109,12 @@ class _Ending:
             os._exit(self.code)
 
 
+def end_quietly() -> None:
+    """Of a process that is not ours: take process groups down when it ends, before libraries'
+    threads are torn down in no order."""
+    atexit.register(_leave_distributed)
+
+
 def run_folder(config: str | Path, output: str | Path | None) -> Path:
     """The run folder: ``--output``, or ``runs/`` and the name of the configuration file."""
     return Path(output) if output else Path("runs") / Path(config).stem

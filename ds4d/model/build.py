@@ -73,6 +73,7 @@ def build_model(
     tp: TensorParallel | None = None,
     cp: ContextParallel | None = None,
     cut: Callable[[PreTrainedModel], Any] | None = None,
+    given: Stored | None = None,
 ) -> PreTrainedModel:
     """Build the model in train mode, with its weights read or drawn.
 
@@ -87,6 +88,7 @@ def build_model(
         tp: whose rank's part is built; None: one rank's, which is the whole model.
         cp: the ranks that share a sequence; None: a rank has whole ones.
         cut: takes away what this rank of a pipeline does not hold; nothing of that is made.
+        given: weights that are here already; None: they are at ``model.path``, or drawn.
 
     Raises:
         ValueError: the folder does not fit the config, or the model has no initial values.
@@ -104,8 +106,10 @@ def build_model(
         cut(built)
     logical = logical_model(config)
     values = InitialValues(logical, seed=seed)
-    if model.path is not None:
-        values = stored_or_initial(_stored(model_folder(model.path), logical), values)
+    if given is None and model.path is not None:
+        given = _stored(model_folder(model.path), logical)
+    if given is not None:
+        values = stored_or_initial(given, values)
     fill(built, values, device=device, partition=partition)
     _enable_recompute(built, recompute)
     return built

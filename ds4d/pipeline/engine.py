@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ds4d.comm import broadcast
 from ds4d.config.types import PipelineConfig
 from ds4d.data.batch import MicroBatch
-from ds4d.loss import Objective, count_targets, model_inputs, padded, sum_loss
+from ds4d.loss import Objective, count_targets, model_inputs, padded, sum_loss, whole_logits
 from ds4d.mesh import Mesh
 from ds4d.pipeline.actions import Action, Kind, Schedule
 from ds4d.pipeline.p2p import Mail, Message, messages_to, open_lanes
@@ -138,6 +139,22 @@ class Pipeline:
         while group := [batch.to(self._device) for batch in islice(batches, 4 * self._ranks)]:
             yield from _Run(self, *self._plan("evaluate", len(group)), group).evaluate()
 
+    @torch.no_grad()
+    def logits(self, batch: MicroBatch) -> Tensor:
+        """[B, S, V] of this rank's tokens, the same on all stages.
+
+        Args:
+            batch: on the device.
+        """
+        run = _Run(self, *self._plan("evaluate", 1), [batch], last=whole_logits)
+        found = run.last_output()
+        last = self._placement.places[-1].rank
+        shape = torch.tensor([0, 0, 0] if found is None else found.shape, device=self._device)
+        shape = broadcast(shape, last, self._mesh.group("pp"), purpose="logits").tolist()
+        if found is None:
+            found = torch.empty(shape, dtype=self.stages.model.dtype, device=self._device)
+        return broadcast(found.contiguous(), last, self._mesh.group("pp"), purpose="logits")
+
     def route(self, batches: Sequence[MicroBatch]) -> None:
         """For ``RouterLoss.counting``: the forward passes of ``train`` alone, in the order in which
         each rank makes them there, and so with the same random numbers.
@@ -176,7 +193,9 @@ class _Run:
         incoming: dict[int, tuple[Message, ...]],
         batches: Sequence[MicroBatch],
         recorder: Recorder = OFF,
+        last: Callable[..., Tensor] | None = None,
     ) -> None:
+        self._last = sum_loss if last is None else last
         self._pipeline, self._stages = pipeline, pipeline.stages
         self._recorder = recorder
         self._places = schedule.placement.places
@@ -221,6 +240,15 @@ class _Run:
         self._mail.finish()
         return found
 
+    def last_output(self) -> Tensor | None:
+        """What the last chunk makes of the last micro-batch; None: another rank has it."""
+        found = None
+        for action in self._actions:
+            output = self._forward(action, Objective(), 1.0)
+            found = output if output is not None else found
+        self._mail.finish()
+        return found
+
     def _forward(
         self, action: Action, objective: Objective, scale: Tensor | float
     ) -> Tensor | None:
@@ -236,7 +264,7 @@ class _Run:
         watching = nullcontext(()) if routers is None else routers.watching()
         with watching as seen, self._stages.running(chunk, batch.input_ids.shape, hidden) as stream:
             if chunk.last:
-                output = sum_loss(model, batch, objective, scale=scale, embeds=embeds)
+                output = self._last(model, batch, objective, scale=scale, embeds=embeds)
             else:
                 base = model.base_model
                 with sequence.scattered(self._pipeline._tp):

@@ -1,0 +1,140 @@
+"""All that is changed in transformers and accelerate, for the Trainer, which makes its
+``Accelerator`` and its state itself. Nothing else in ds4d patches them.
+
+It is done when ``ds4d.accelerate`` is imported, and has no effect on a Trainer without a DeepSpeed
+file. Each change names what it stands in for; versions that have been tried are listed, and others
+are refused, for the Trainer's inside has no stable interface.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.trainer
+from accelerate.utils import DeepSpeedPlugin
+from transformers import TrainingArguments
+from transformers.integrations import deepspeed as hf_deepspeed
+
+from ds4d.accelerate.accelerator import Accelerator, skip_first_batches
+from ds4d.accelerate.processes import begin
+from ds4d.accelerate.settings import ScriptFile
+from ds4d.checkpoint.find import list_checkpoints
+
+KNOWN = {"transformers": ("5.24",), "accelerate": ("1.15",)}
+
+
+class UnknownVersion(ImportError):
+    """ds4d.accelerate was not tried with an installed library."""
+
+
+def check_versions() -> None:
+    """Raises: UnknownVersion."""
+    for package, known in KNOWN.items():
+        installed = version(package)
+        if not installed.startswith(tuple(f"{prefix}." for prefix in known)):
+            raise UnknownVersion(
+                f"ds4d.accelerate knows {package} {' and '.join(known)}, installed is {installed}: "
+                f"install one that it knows (pip install '{package}=={known[-1]}.*')"
+            )
+
+
+def apply() -> None:
+    """Once, at import."""
+    check_versions()
+    trainer = transformers.trainer
+    _wrap(hf_deepspeed.HfTrainerDeepSpeedConfig, "__init__", _config_without_scripts_part)
+    _wrap(TrainingArguments, "__post_init__", _prepared_arguments)
+    TrainingArguments._setup_devices = _devices(TrainingArguments.__dict__["_setup_devices"])
+    trainer.Accelerator = _make_accelerator
+    trainer.skip_first_batches = skip_first_batches
+    _wrap(trainer, "deepspeed_init", _init_for_evaluation)
+    _wrap(trainer, "deepspeed_load_checkpoint", _load_ours)
+
+
+def _wrap(owner: Any, name: str, around: Any) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+# -- TrainingArguments ----------------------------------------------------------------------------
+
+
+def _config_without_scripts_part(original: Any, self: Any, config: Any) -> None:
+    """What the Trainer fills and compares has batch words to be filled, and no ds4d comments."""
+    original(self, ScriptFile.find(config).content_for_accelerate)
+
+
+def _prepared_arguments(original: Any, self: TrainingArguments) -> None:
+    """Process groups are made by the file's layout before transformers makes some of its own."""
+    named = self.deepspeed
+    if not named and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        named = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+        self.deepspeed = named
+    if not named:
+        original(self)
+        return
+    begin(ScriptFile.find(named), timeout_seconds=float(self.ddp_timeout))
+    self.use_cpu = False  # else transformers drops DeepSpeed, and with it the layout
+    original(self)
+    hf_deepspeed.unset_hf_deepspeed_config()  # or from_pretrained would cut models over the world
+    # The loss is that of all ranks already, and the same on each.
+    self.average_tokens_across_devices = False
+
+
+def _devices(original: Any) -> functools.cached_property:
+    """``TrainingArguments._setup_devices``, which would begin with a state of its own."""
+
+    def setup(self: TrainingArguments) -> torch.device:
+        if not self.deepspeed:
+            return original.func(self)
+        these = begin(ScriptFile.find(self.deepspeed))
+        self.accelerator_config.pop("use_configured_state", None)
+        from accelerate import PartialState
+
+        self.distributed_state, self._n_gpu = PartialState(), 1
+        return these.device
+
+    found = functools.cached_property(setup)
+    found.__set_name__(TrainingArguments, "_setup_devices")
+    return found
+
+
+# -- Trainer --------------------------------------------------------------------------------------
+
+
+def _make_accelerator(**kwargs: Any) -> Any:
+    import accelerate
+
+    if isinstance(kwargs.get("deepspeed_plugin"), DeepSpeedPlugin):
+        return Accelerator(**kwargs)
+    return accelerate.Accelerator(**kwargs)
+
+
+def _init_for_evaluation(
+    original: Any, trainer: Any, *args: Any, inference: bool = False, **kw: Any
+) -> Any:
+    """transformers evaluates under DeepSpeed with ZeRO-3 alone; here any layout does."""
+    if inference and isinstance(trainer.accelerator, Accelerator):
+        return None, None
+    return original(trainer, *args, inference=inference, **kw)
+
+
+def _load_ours(original: Any, engine: Any, path: str, load_module_strict: bool = True) -> None:
+    from ds4d.accelerate.model import ScriptModel
+
+    if not isinstance(engine, ScriptModel):
+        original(engine, path, load_module_strict=load_module_strict)
+    elif not list_checkpoints(Path(path)):
+        raise ValueError(f"no ds4d checkpoint in {path}, so training can't go on from there")
+    else:
+        engine.load_checkpoint(path)

@@ -1,0 +1,261 @@
+"""One run of a script: its model, once that is cut, the engine, and where training stands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from ds4d.accelerate.gathered import meet, whole_tensors
+from ds4d.accelerate.takeover import Original, take_over
+from ds4d.checkpoint.find import locate
+from ds4d.checkpoint.load import load, read_extra
+from ds4d.checkpoint.save import save
+from ds4d.config.load import resolved
+from ds4d.config.types import RunConfig
+from ds4d.context_parallel import Cutter
+from ds4d.data.batch import MicroBatch
+from ds4d.engine import Engine, Stepped
+from ds4d.loss import eval_sums
+from ds4d.mesh import Mesh
+from ds4d.model.build import DTYPES
+from ds4d.optim import OptimizerMaker
+from ds4d.pipeline.engine import Pipeline
+from ds4d.pipeline.generate import join_stages
+from ds4d.resume import from_rank_0
+from ds4d.zero3 import Partition
+
+UNEVEN = (
+    "ds4d.parallel.pp {pp}: the losses of one step were multiplied by different numbers ({factors})"
+    " before backward; a pipeline has gone back already, and can only multiply them all by one"
+)
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """How the engine comes to optimizer and schedule: ``Engine.create``."""
+
+    optimizer: OptimizerMaker
+    scheduler: Callable[[Optimizer], Any]
+
+
+class ScriptRun:
+    """Args:
+    config: the file, completed.
+    module: the script's model, whole; it is cut here.
+    optimization: None: the model is only looked at, for now.
+
+    Collective: the world, in all but the properties.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        module: PreTrainedModel,
+        original: Original,
+        *,
+        device: torch.device,
+        optimization: Optimization | None,
+    ) -> None:
+        self.config, self.mesh, self.device = config, mesh, device
+        self.module, self._original = module, original
+        self.cutter: Cutter = mesh.cutter
+        self.engine: Engine | None = None
+        self.stepped: Stepped | None = None
+        self.steps = 0  # taken, skipped ones included
+        self.factors: list[Tensor] = []  # of a step whose schedule has run
+        self.pending_share = 1  # of the loss in the step's: see ``ScriptModel._learned``
+        self._ahead: Pipeline | None = None
+        if optimization is None:
+            take_over(module, original, config, mesh, device=device, partition=None)
+        else:
+            self._create_engine(self._cut, optimization)
+
+    def _cut(self, partition: Partition | None) -> PreTrainedModel:
+        options = {"device": self.device, "partition": partition}
+        return take_over(self.module, self._original, self.config, self.mesh, **options)
+
+    def learn(self, optimization: Optimization) -> None:
+        """The optimizer came after the model had been looked at."""
+        self._create_engine(self._split, optimization)
+
+    def _split(self, partition: Partition | None) -> PreTrainedModel:
+        if partition is not None:
+            for module in reversed(list(self.module.modules())):
+                if next(module.parameters(recurse=False), None) is not None:
+                    partition(module)
+        return self.module
+
+    def _create_engine(
+        self, build: Callable[[Partition | None], nn.Module], optimization: Optimization
+    ) -> None:
+        self.engine = Engine.create(
+            self.config,
+            self.mesh,
+            build,
+            device=self.device,
+            optimizer=optimization.optimizer,
+            scheduler=optimization.scheduler,
+        )
+
+    def engine_for_training(self) -> Engine:
+        """Raises: RuntimeError: no optimizer was prepared."""
+        if self.engine is None:
+            raise RuntimeError(
+                "ds4d.accelerate: the model is called in training, but no optimizer was handed to "
+                "prepare(); to look at a loss use model.eval() or torch.no_grad()"
+            )
+        return self.engine
+
+    # -- passes -----------------------------------------------------------------------------
+
+    def set_training(self, training: bool) -> None:
+        if self.engine is not None:
+            self.engine.set_training(training)
+
+    @property
+    def called(self) -> Any:
+        """The model as it is called, without a pipeline."""
+        return self.module if self.engine is None else _Called(self.engine, self.module)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        if self.engine is not None:
+            return self.engine.pipeline
+        if self._ahead is None:
+            stages, config = self.module.ds4d_stages, self.config.pipeline
+            self._ahead = Pipeline(stages, self.mesh, config, device=self.device)
+        return self._ahead
+
+    def eval_sums(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[Tensor, Tensor]]:
+        """As ``Engine.eval_sums``."""
+        if self.config.parallel.pp > 1:
+            return self.pipeline.evaluate(batches)
+        return eval_sums(self.called, batches, device=self.device)
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Within, the model's own ``generate`` works, on all ranks alike.
+
+        Raises:
+            ValueError: in this layout it can't.
+        """
+        if self.config.parallel.pp == 1:
+            yield
+            return
+        if len(self.module.ds4d_stages.chunks) > 1:
+            raise ValueError(
+                f"ds4d.pipeline.schedule {self.config.pipeline.schedule}: generate() needs one "
+                "chunk on each rank; export the model and use `ds4d generate`"
+            )
+        join_stages(self.module.ds4d_stages, self.mesh)
+        try:
+            yield
+        finally:
+            del self.module.forward
+
+    # -- steps ------------------------------------------------------------------------------
+
+    def step(self) -> Stepped:
+        """Of the optimizer, after the last ``backward`` of a step."""
+        engine = self.engine_for_training()
+        if self.config.parallel.pp > 1:
+            self._apply_factors(engine)
+        self.stepped = engine.step()
+        self.steps += 1
+        return self.stepped
+
+    def _apply_factors(self, engine: Engine) -> None:
+        factors = torch.stack(self.factors).tolist() if self.factors else []
+        self.factors = []
+        if not factors:
+            raise RuntimeError("ds4d.accelerate: optimizer.step() without accelerator.backward()")
+        if max(factors) - min(factors) > 1e-6 * max(map(abs, factors)):
+            raise ValueError(UNEVEN.format(pp=self.config.parallel.pp, factors=factors))
+        factor = factors[0] * self.pending_share
+        if abs(factor - 1.0) > 1e-6:
+            engine.multiply_gradients(factor)
+
+    # -- the whole model --------------------------------------------------------------------
+
+    @property
+    def is_whole_here(self) -> bool:
+        """Every rank has all parameters."""
+        parallel = self.config.parallel
+        return parallel.tp == parallel.pp == 1 and self.config.zero_stage < 3
+
+    def whole_state(self, what: str = "get_state_dict") -> dict[str, Tensor]:
+        """The model's state dict as one process has it, in the dtype that is trained in: on the CPU
+        of rank 0, empty elsewhere."""
+        if self.is_whole_here:
+            state = nn.Module.state_dict(self.module)
+            return {k: v.detach().cpu() for k, v in state.items()} if self.mesh.rank == 0 else {}
+        meet(what, rank=self.mesh.rank, size=dist.get_world_size())
+        kinds = ("weight/", "buffer/")
+        held = {k: v for k, v in self._logical().items() if k.startswith(kinds)}
+        whole = whole_tensors(held, dtype=DTYPES[self.config.precision.param_dtype])
+        state = {name.partition("/")[2]: tensor for name, tensor in whole.items()}
+        if state:
+            state |= {second: state[first] for second, first in self._original.tied.items()}
+        return state
+
+    def _logical(self) -> dict[str, Any]:
+        if self.engine is None:
+            raise RuntimeError(
+                "ds4d.accelerate: the model was only evaluated, so there is nothing to save; it is "
+                "where it was loaded from"
+            )
+        return self.engine.logical_state()
+
+    # -- checkpoints ------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> None:
+        """A ds4d checkpoint below ``folder``, the only one there.
+
+        Raises:
+            CheckpointError: the same on all ranks.
+        """
+        engine = self.engine_for_training()
+        save(
+            Path(folder),
+            self.steps,
+            engine.logical_state(),
+            extra={
+                "step": self.steps,
+                "optimizer": engine.scalars(),
+                "dtype": self.config.precision.param_dtype,
+                "config": resolved(self.config),
+                "hf_config": json.loads(self._original.config.to_json_string(use_diff=False)),
+            },
+            rank_state={},
+            keep=1,
+        )
+
+    def load(self, folder: str | Path) -> None:
+        """Raises: CheckpointError: there is none, or it does not fit."""
+        engine = self.engine_for_training()
+        found = from_rank_0(lambda: locate(Path(folder)))
+        extra = from_rank_0(lambda: read_extra(found))
+        with engine.restoring(extra["optimizer"], step=extra["step"]) as state:
+            load(found, state)
+        self.steps = extra["step"]
+
+
+class _Called:
+    """The engine's call with the module's attributes, which is what ``loss.py`` looks at."""
+
+    def __init__(self, engine: Engine, module: nn.Module) -> None:
+        self._engine, self.module = engine, module
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._engine(**inputs)

@@ -1,0 +1,175 @@
+"""A script's own model, whole on every rank, becomes this rank's part of it.
+
+The script's object stays, for it is held in many places (a Trainer has it, callbacks have it); what
+it consists of is built anew, cut and filled from the weights it had. What the script had set on it
+stays: frozen parameters, gradient checkpointing, its generation config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from ds4d import attention
+from ds4d.config.types import ModelConfig, RunConfig
+from ds4d.mesh import Mesh
+from ds4d.model.build import DTYPES, build_model
+from ds4d.pipeline.stage import stage_cutter
+from ds4d.router_loss import asks_for_loss
+from ds4d.tensor_parallel.shard import Shard, part_of
+
+# Of the script's object: what is not made anew.
+KEPT = (
+    "generation_config", "name_or_path", "warnings_issued", "_weight_conversions",
+    "save_pretrained", "state_dict",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Original:
+    """What is known of the script's model, before it is cut.
+
+    Attributes:
+        names: of its parameters, tied ones by their first name.
+        tied: second name -> first.
+        frozen: names of parameters that do not learn.
+        num_parameters: by (only those that learn, without embeddings).
+    """
+
+    config: PreTrainedConfig
+    names: Mapping[nn.Parameter, str]
+    tied: Mapping[str, str]
+    frozen: frozenset[str]
+    num_parameters: Mapping[tuple[bool, bool], int]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Original:
+        """Raises: ValueError: ds4d does not train such models."""
+        _refuse(model)
+        names = {p: name for name, p in model.named_parameters()}
+        counts = {
+            (trainable, plain): model.num_parameters(trainable, plain)
+            for trainable in (False, True)
+            for plain in (False, True)
+        }
+        frozen = frozenset(name for p, name in names.items() if not p.requires_grad)
+        return cls(model.config, names, dict(model.all_tied_weights_keys), frozen, counts)
+
+
+def _refuse(model: nn.Module) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"ds4d.accelerate trains causal language models of transformers, whole; the model is a "
+            f"{type(model).__name__}. Adapters (PEFT) and wrappers are not supported: hand the "
+            "model itself to prepare()"
+        )
+    meant = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
+    if type(model) is not meant:
+        raise ValueError(
+            f"ds4d.accelerate: the model is a {type(model).__name__}, but what ds4d can cut for "
+            f"its config is a {meant and meant.__name__}: load it by AutoModelForCausalLM"
+        )
+    if asks_for_loss(model.config):
+        raise ValueError(
+            "ds4d.accelerate: output_router_logits is true, but the loss that balances experts is "
+            "of the whole global batch, which a script's loop does not know: set it to false, or "
+            "train by `ds4d train`, which has that loss"
+        )
+
+
+class Given:
+    """The script's weights, as ``build_model`` reads them; each is let go once it is read."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors: dict[str, Tensor] = {
+            name: tensor.detach()
+            for tensors in (model.named_parameters, model.named_buffers)
+            for name, tensor in tensors(remove_duplicate=False)
+        }
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __call__(self, name: str, shard: Shard | None = None) -> Tensor:
+        return part_of(self._tensors.pop(name), shard)
+
+
+def take_over(
+    model: PreTrainedModel,
+    original: Original,
+    run: RunConfig,
+    mesh: Mesh,
+    *,
+    device: torch.device,
+    partition: Callable[[nn.Module], None] | None,
+) -> PreTrainedModel:
+    """Make ``model`` this rank's part, on ``device``.
+
+    Args:
+        partition: see ``build_model``.
+
+    Returns:
+        the same object.
+
+    Raises:
+        ValueError: it can't be cut so.
+
+    Collective: what ``partition`` is.
+    """
+    attention.register()
+    config, given, training = model.config, Given(model), model.training
+    kept = {name: model.__dict__[name] for name in KEPT if name in model.__dict__}
+    model.__dict__["_modules"].clear()  # so that weights go when they are read
+    built = build_model(
+        ModelConfig(config={}),
+        config=config,
+        dtype=DTYPES[run.precision.param_dtype],
+        device=device,
+        seed=run.training.seed,
+        attn_implementation=attention.implementation_for(config),
+        recompute=run.recompute,
+        partition=partition,
+        tp=mesh.tensor_parallel(),
+        cp=mesh.context_parallel(run.context),
+        cut=partial(_freeze_and_cut, original.frozen, stage_cutter(run, mesh, config)),
+        given=given,
+    )
+    _move(built, model)
+    model.__dict__ |= kept
+    model.num_parameters = _counts(original)
+    return model.train(training)
+
+
+def _move(built: PreTrainedModel, model: PreTrainedModel) -> None:
+    """All that ``built`` consists of. What refers to ``built`` itself then refers to ``model``."""
+    if type(built) is not type(model):
+        raise ValueError(f"{type(model).__name__} is not the {type(built).__name__} that was built")
+    model.__dict__.clear()
+    model.__dict__.update(built.__dict__)
+    stages = getattr(model, "ds4d_stages", None)
+    if stages is not None:
+        stages.model = model
+
+
+def _freeze_and_cut(
+    frozen: frozenset[str], cut: Callable[[PreTrainedModel], Any] | None, built: PreTrainedModel
+) -> None:
+    for name, parameter in built.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+    if cut is not None:
+        cut(built)
+
+
+def _counts(original: Original) -> Callable[..., int]:
+    def num_parameters(only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Of the whole model."""
+        return original.num_parameters[only_trainable, exclude_embeddings]
+
+    return num_parameters
