@@ -54,6 +54,7 @@ def apply() -> None:
     trainer.skip_first_batches = skip_first_batches
     _wrap(trainer, "deepspeed_init", _init_for_evaluation)
     _wrap(trainer, "deepspeed_load_checkpoint", _load_ours)
+    _wrap(trainer.Trainer, "save_model", _save_ours)
 
 
 def _wrap(owner: Any, name: str, around: Any) -> None:
@@ -138,3 +139,16 @@ def _load_ours(original: Any, engine: Any, path: str, load_module_strict: bool =
         raise ValueError(f"no ds4d checkpoint in {path}, so training can't go on from there")
     else:
         engine.load_checkpoint(path)
+
+
+def _save_ours(
+    original: Any, self: Any, output_dir: str | None = None, _internal_call: bool = False
+) -> None:
+    """transformers' own asks a DeepSpeed engine for its configuration."""
+    if not isinstance(self.accelerator, Accelerator):
+        original(self, output_dir, _internal_call=_internal_call)
+        return
+    state = self.accelerator.get_state_dict(self.model_wrapped)
+    self._save(self.args.output_dir if output_dir is None else output_dir, state_dict=state)
+    if self.args.push_to_hub and not _internal_call:
+        self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
