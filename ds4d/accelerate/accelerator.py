@@ -17,6 +17,7 @@ from typing import Any
 import accelerate
 import torch
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState
 from accelerate.utils import (
     DeepSpeedPlugin,
     DummyOptim,
@@ -44,7 +45,7 @@ from ds4d.accelerate.optimizer import (
 )
 from ds4d.accelerate.processes import Processes, begin
 from ds4d.accelerate.randomness import DataRandomness, has_dropout, same_seed
-from ds4d.accelerate.run import ScriptRun
+from ds4d.accelerate.run import ScriptRun, run_of
 from ds4d.accelerate.saving import install_on
 from ds4d.accelerate.settings import ScriptFile
 from ds4d.accelerate.takeover import Original
@@ -92,11 +93,12 @@ class Accelerator(accelerate.Accelerator):
             raise ValueError("parallelism_config: the file's ds4d.parallel says what is parallel")
         file = ScriptFile.find(config or getattr(deepspeed_plugin, "hf_ds_config", None))
         self._these: Processes = begin(file, **_timeout(kwargs.get("kwargs_handlers")))
-        if deepspeed_plugin is None:
+        if AcceleratorState._shared_state:  # another Accelerator has told it
+            deepspeed_plugin = None
+        elif deepspeed_plugin is None:
             deepspeed_plugin = DeepSpeedPlugin(
                 hf_ds_config=file.content_for_accelerate, zero3_init_flag=False
             )
-        deepspeed_plugin.zero3_init_flag = False
         self._file = file
         self._schedules_count = schedules_count
         # Whoever hands over a plugin divides by its own count, as the Trainer does.
@@ -172,7 +174,15 @@ class Accelerator(accelerate.Accelerator):
                 "ds4d.accelerate: a second model was handed to prepare(); one model is trained in "
                 "a layout (a reference model stays outside, whole on each rank)"
             )
-        self._original = Original.of(model)
+        if (earlier := run_of(model)) is None:
+            self._original = Original.of(model)
+        elif earlier.engine is None:  # it was only looked at
+            self._run, self._original = earlier, earlier.original
+        else:
+            raise ValueError(
+                "ds4d.accelerate: this model was trained by an earlier prepare(), and each rank "
+                "has a part of it: save it and load it again to train it once more"
+            )
         prepared = ScriptModel(model, self._begin, self._dataloaders)
         self._models.append(prepared)
         install_on(model, self._begin_if_any)

@@ -55,6 +55,7 @@ def apply() -> None:
     _wrap(trainer, "deepspeed_init", _init_for_evaluation)
     _wrap(trainer, "deepspeed_load_checkpoint", _load_ours)
     _wrap(trainer.Trainer, "save_model", _save_ours)
+    _wrap(trainer.Trainer, "_wrap_model", _wrapped_as_prepared)
 
 
 def _wrap(owner: Any, name: str, around: Any) -> None:
@@ -152,3 +153,12 @@ def _save_ours(
     self._save(self.args.output_dir if output_dir is None else output_dir, state_dict=state)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+
+def _wrapped_as_prepared(original: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers evaluates with the bare model, of which DeepSpeed's ranks have the whole."""
+    if isinstance(self.accelerator, Accelerator):
+        for prepared in self.accelerator._models:
+            if prepared.module is model:
+                return prepared
+    return original(self, model, *args, **kwargs)

@@ -68,7 +68,7 @@ class ScriptRun:
         optimization: Optimization | None,
     ) -> None:
         self.config, self.mesh, self.device = config, mesh, device
-        self.module, self._original = module, original
+        self.module, self.original = module, original
         self.cutter: Cutter = mesh.cutter
         self.engine: Engine | None = None
         self.stepped: Stepped | None = None
@@ -80,10 +80,13 @@ class ScriptRun:
             take_over(module, original, config, mesh, device=device, partition=None)
         else:
             self._create_engine(self._cut, optimization)
+        module.ds4d_run = self
+        if config.parallel.pp > 1:
+            module.ds4d_stages.hide_others()
 
     def _cut(self, partition: Partition | None) -> PreTrainedModel:
         options = {"device": self.device, "partition": partition}
-        return take_over(self.module, self._original, self.config, self.mesh, **options)
+        return take_over(self.module, self.original, self.config, self.mesh, **options)
 
     def learn(self, optimization: Optimization) -> None:
         """The optimizer came after the model had been looked at."""
@@ -160,7 +163,8 @@ class ScriptRun:
             )
         join_stages(self.module.ds4d_stages, self.mesh)
         try:
-            yield
+            with self.module.ds4d_stages.shown():
+                yield
         finally:
             del self.module.forward
 
@@ -206,7 +210,7 @@ class ScriptRun:
         whole = whole_tensors(held, dtype=DTYPES[self.config.precision.param_dtype])
         state = {name.partition("/")[2]: tensor for name, tensor in whole.items()}
         if state:
-            state |= {second: state[first] for second, first in self._original.tied.items()}
+            state |= {second: state[first] for second, first in self.original.tied.items()}
         return state
 
     def _logical(self) -> dict[str, Any]:
@@ -235,7 +239,7 @@ class ScriptRun:
                 "optimizer": engine.scalars(),
                 "dtype": self.config.precision.param_dtype,
                 "config": resolved(self.config),
-                "hf_config": json.loads(self._original.config.to_json_string(use_diff=False)),
+                "hf_config": json.loads(self.original.config.to_json_string(use_diff=False)),
             },
             rank_state={},
             keep=1,
@@ -249,6 +253,11 @@ class ScriptRun:
         with engine.restoring(extra["optimizer"], step=extra["step"]) as state:
             load(found, state)
         self.steps = extra["step"]
+
+
+def run_of(model: nn.Module) -> ScriptRun | None:
+    """That has made ``model`` a rank's part; None: it is whole."""
+    return model.__dict__.get("ds4d_run")
 
 
 class _Called:

@@ -40,6 +40,18 @@ from ds4d.pipeline.probe import Anatomy, hidden_of, probe
 PIPE_REPLICATED = "ds_pipe_replicated"
 
 
+ELSEWHERE = (
+    "{name}: this {kind} is on another stage of the pipeline (ds4d.parallel.pp), and so is what is "
+    "in it; save the model whole, or look at it with pp 1"
+)
+
+
+ALONE = (
+    "this rank has a stage of the model (ds4d.parallel.pp), which can't be called alone: call the "
+    "model that prepare() returned"
+)
+
+
 @dataclass
 class _Stream:
     """What the passages of one model share: the chunk that runs, and the hidden state at its ends.
@@ -49,6 +61,7 @@ class _Stream:
         given: what came from the stage before; None: the chunk begins with the embedding.
         taken: what goes to the next stage.
         rest: what the forward goes on with then: of the shape of all tokens, without memory.
+        hides: between passes nobody may look into what is on other stages.
     """
 
     start: int = 0
@@ -56,6 +69,7 @@ class _Stream:
     given: Tensor | None = None
     taken: Tensor | None = None
     rest: Tensor | None = None
+    hides: bool = False
 
 
 class StandIn(nn.Module):
@@ -68,7 +82,16 @@ class StandIn(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if "_stands_for" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self.__dict__["_stands_for"], name)
+        value = getattr(self.__dict__["_stands_for"], name)
+        stream = self.__dict__.get("_stream")
+        if stream is not None and stream.hides and stream.rest is None:
+            if isinstance(value, (nn.Module, Tensor)):
+                raise AttributeError(ELSEWHERE.format(name=name, kind=_kind(self)))
+        return value
+
+
+def _kind(stand_in: StandIn) -> str:
+    return type(stand_in.__dict__["_stands_for"]).__name__
 
 
 class Passage(StandIn):
@@ -188,6 +211,25 @@ class Stages:
         self.tied: list[nn.Parameter] = []
         self._find_tied(first_names)
         model.ds4d_stages = self
+
+    def hide_others(self) -> None:
+        """From now on only passes of the pipeline run the model, and a look into what is on other
+        stages raises AttributeError, but for what the model's own forward looks at."""
+        self._stream.hides = True
+        self.model.register_forward_pre_hook(self._refuse_alone)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Within, ``hide_others`` does not hold."""
+        hides, self._stream.hides = self._stream.hides, False
+        try:
+            yield
+        finally:
+            self._stream.hides = hides
+
+    def _refuse_alone(self, *_: Any) -> None:
+        if self._stream.hides and self._stream.rest is None:
+            raise RuntimeError(ALONE)
 
     def _find_tied(self, first_names: dict[nn.Parameter, str]) -> None:
         here = dict(self.model.named_parameters(remove_duplicate=False))
