@@ -434,6 +434,10 @@ class Engine:
         """
         return optimizer_state.logical_state(self._engine)
 
+    def begin_masters(self, values: Callable[[str], Tensor]) -> None:
+        """See ``optimizer_state.begin_masters``."""
+        optimizer_state.begin_masters(self._engine, values)
+
     def scalars(self) -> dict[str, Any]:
         """What else the optimizer, schedule and loss scale are made of, as JSON: of all stages
         together."""

@@ -306,6 +306,24 @@ def publish(engine: DeepSpeedEngine) -> None:
         optimizer.update_lp_params()
 
 
+@torch.no_grad()
+def begin_masters(engine: DeepSpeedEngine, values: Callable[[str], Tensor]) -> None:
+    """Give fp32 master weights their first values as they are: DeepSpeed has made them of the
+    half-precision ones, which are rounded. What the model computes with stays as it is.
+
+    Args:
+        values: of a logical tensor by its name, on the CPU.
+    """
+    for key, tensor in logical_state(engine).items():
+        kind, _, name = key.partition("/")
+        pieces = [piece for piece in tensor.pieces if piece.tensor.dtype == torch.float32]
+        if kind == "weight" and pieces:
+            whole = values(name)
+            for offsets, part in ((piece.offsets, piece.tensor) for piece in pieces):
+                box = tuple(slice(at, at + n) for at, n in zip(offsets, part.shape))
+                part.copy_(whole[box])
+
+
 T = TypeVar("T")
 
 

@@ -36,7 +36,7 @@ from ds4d.evaluate import mean_loss
 from ds4d.late_checks import check_hosts_agree, judge_model, refuse_occupied
 from ds4d.launch import runtime
 from ds4d.mesh import Mesh
-from ds4d.model.build import DTYPES, build_model
+from ds4d.model.build import DTYPES, build_model, first_values
 from ds4d.model.config import hf_config
 from ds4d.monitor import Monitor
 from ds4d.monitor.flops import model_flops, peak_tflops
@@ -88,7 +88,9 @@ def _train(run: RunConfig, data: PreparedData, rank: runtime.Rank, resume: str |
     )
     trainer = Trainer(run, data, rank.output, rank.device, mesh)
     checkpoint = trainer.find_checkpoint(resume)
-    if checkpoint is not None:
+    if checkpoint is None:
+        trainer.begin()
+    else:
         trainer.restore(checkpoint)
     if rank.launch.rank == 0:
         _write_run_folder(trainer.run, data, rank.output)
@@ -192,6 +194,12 @@ class Trainer:
         checkpoints, timeout = self.run.checkpoint, self.run.training.process_group_timeout_seconds
         group = Mesh.second_world(timeout_seconds=timeout) if checkpoints.async_ else None
         return Saver(self.output, keep=checkpoints.keep, group=group)
+
+    def begin(self) -> None:
+        """With the first weights in all their precision, where no checkpoint gives others."""
+        if self.run.precision.param_dtype != "fp32":
+            model, seed = self.run.model, self.run.training.seed
+            self.engine.begin_masters(first_values(model, config=self.hf_config, seed=seed))
 
     # -- the loop ---------------------------------------------------------------------------
 

@@ -278,10 +278,14 @@ class Accelerator(accelerate.Accelerator):
     def _begin(self) -> ScriptRun:
         """The run; made when it is first needed, so that model and optimizer can be prepared in any
         order, and made to learn when the optimizer has come."""
-        if self._run is None:
-            self._run = self._make_run()
-        elif self._run.engine is None and self._given_optimizer is not None:
-            self._run.learn(self._optimization(self._run.config))
+        if self._run is not None and (self._run.engine or self._given_optimizer is None):
+            return self._run
+        # the first call may be one of evaluation
+        with torch.inference_mode(False), torch.enable_grad():
+            if self._run is None:
+                self._run = self._make_run()
+            else:
+                self._run.learn(self._optimization(self._run.config))
         return self._run
 
     def _make_run(self) -> ScriptRun:

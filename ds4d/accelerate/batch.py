@@ -6,6 +6,7 @@ Letters: B sequences in the batch, S tokens of each.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ TENSORS = (IDS, MASK, POSITIONS, LABELS, SHIFTED)
 WITHOUT_EFFECT = ("use_cache", "return_dict", "num_items_in_batch")
 # Say where packed sequences begin; so do positions, which ds4d reads.
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+# Swallowed by the keyword arguments of most models.
+NOT_GIVEN = ("output_hidden_states", "output_attentions", "logits_to_keep", "inputs_embeds")
 # Families that count positions by the mask, so that padding on the left does not shift them.
 COUNT_BY_MASK = ("opt", "biogpt")
 
@@ -50,10 +53,15 @@ def micro_batch(inputs: Mapping[str, Tensor], *, model_type: str, real_rows: int
             )
     mask = inputs.get(MASK)
     real = None if mask is None or bool(mask.all()) else mask.bool()
+    if real is not None and bool((F.pad(real.int(), (1, 0)).diff() > 0).sum(1).gt(1).any()):
+        raise ValueError(
+            "attention_mask has zeros between ones; ds4d knows padding at the ends of a row"
+        )
     positions = _positions(ids, real, inputs.get(POSITIONS), model_type)
     documents = None
     if real is not None:
         documents = Documents.from_ids(torch.where(real, 0, PADDING), positions)
+        documents = replace(documents, blind_padding=not bool(real[:, 0].all()))
     targets = _targets(ids, inputs)
     targets[real_rows:] = IGNORE
     return MicroBatch(ids, targets, positions, documents, real=real)
@@ -84,11 +92,13 @@ def refused(inputs: Mapping[str, Any], parameters: Mapping[str, Any]) -> list[st
         parameters: of the signature of the model's own forward.
     """
     known = {*TENSORS, *WITHOUT_EFFECT}
-    unplaced = () if inputs.get(POSITIONS) is not None else PACKED
+    named = {*parameters, *NOT_GIVEN}
+    if inputs.get(POSITIONS) is None:
+        named |= {*PACKED}
     return [
         name
         for name, value in inputs.items()
-        if name not in known and (name in parameters or name in unplaced) and _asks(value)
+        if name not in known and name in named and _asks(value)
     ]
 
 

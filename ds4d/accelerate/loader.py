@@ -77,14 +77,16 @@ class Sharing:
 
 @dataclass
 class _Position:
-    """Of a loader in its data, to be saved: see ``ScriptLoader.state_dict``.
+    """Of a loader in its data, and of what is made of it by ``skipping``.
 
     Attributes:
+        window: whose batches were given out last.
         started: random state that the present, or last, pass began with.
         inside: it has not ended.
         resumed: what the next pass begins with, and what comes after its order is drawn.
     """
 
+    window: Window | None = None
     started: State | None = None
     inside: bool = False
     resumed: tuple[State, State | None] | None = None
@@ -113,7 +115,6 @@ class ScriptLoader(DataLoaderStateMixin):
         self.loader = loader
         self.gradient_state = GradientState()
         self.window = 1
-        self.current: Window | None = None
         self._sharing, self._randomness = sharing, randomness
         self._device, self._split, self._non_blocking = device, split, non_blocking
         self._skip = 0
@@ -191,8 +192,12 @@ class ScriptLoader(DataLoaderStateMixin):
         """This loader without its first batches, for one pass."""
         other = copy.copy(self)
         other._skip = self._skip + batches
-        other.current = None
         return other
+
+    @property
+    def current(self) -> Window | None:
+        """That the script has batches of."""
+        return self._position.window
 
     # -- a pass -----------------------------------------------------------------------------
 
@@ -202,7 +207,7 @@ class ScriptLoader(DataLoaderStateMixin):
         self.gradient_state._add_dataloader(self)
         try:
             for window in self._windows():
-                self.current = window
+                self._position.window = window
                 for number, item in enumerate(window.items, start=1):
                     if window.last and number == len(window.items):
                         self.end_of_dataloader = True

@@ -150,7 +150,8 @@ def optimization(
         maker: Any = DummyOptimizer(file, list(optimizer.params), names)
     else:
         maker = ScriptOptimizer(optimizer, names)
-    return Optimization(maker, _schedule(scheduler, run))
+    groups = getattr(optimizer, "param_groups", None)
+    return Optimization(maker, _schedule(scheduler, run), groups)
 
 
 def _schedule(scheduler: Any, run: RunConfig) -> Callable[[Optimizer], Any]:

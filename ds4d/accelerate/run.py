@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from ds4d.accelerate.gathered import meet, whole_tensors
-from ds4d.accelerate.takeover import Original, take_over
+from ds4d.accelerate.takeover import Given, Original, take_over
 from ds4d.checkpoint.find import locate
 from ds4d.checkpoint.load import load, read_extra
 from ds4d.checkpoint.save import save
@@ -42,10 +42,15 @@ UNEVEN = (
 
 @dataclass(frozen=True)
 class Optimization:
-    """How the engine comes to optimizer and schedule: ``Engine.create``."""
+    """How the engine comes to optimizer and schedule: ``Engine.create``.
+
+    Attributes:
+        groups: of the script's own optimizer; None: it has none.
+    """
 
     optimizer: OptimizerMaker
     scheduler: Callable[[Optimizer], Any]
+    groups: list[dict[str, Any]] | None = None
 
 
 class ScriptRun:
@@ -76,8 +81,9 @@ class ScriptRun:
         self.factors: list[Tensor] = []  # of a step whose schedule has run
         self.pending_share = 1  # of the loss in the step's: see ``ScriptModel._learned``
         self._ahead: Pipeline | None = None
+        self._given: Given | None = Given(module, DTYPES[config.precision.param_dtype])
         if optimization is None:
-            take_over(module, original, config, mesh, device=device, partition=None)
+            self._cut(partition=None)
         else:
             self._create_engine(self._cut, optimization)
         module.ds4d_run = self
@@ -85,7 +91,7 @@ class ScriptRun:
             module.ds4d_stages.hide_others()
 
     def _cut(self, partition: Partition | None) -> PreTrainedModel:
-        options = {"device": self.device, "partition": partition}
+        options = {"given": self._given, "device": self.device, "partition": partition}
         return take_over(self.module, self.original, self.config, self.mesh, **options)
 
     def learn(self, optimization: Optimization) -> None:
@@ -110,6 +116,10 @@ class ScriptRun:
             optimizer=optimization.optimizer,
             scheduler=optimization.scheduler,
         )
+        if self._given.is_wide:
+            self.engine.begin_masters(self._given)
+        self._given = None
+        self._groups = optimization.groups or self.engine.optimizer.param_groups
 
     def engine_for_training(self) -> Engine:
         """Raises: RuntimeError: no optimizer was prepared."""
@@ -237,6 +247,7 @@ class ScriptRun:
             extra={
                 "step": self.steps,
                 "optimizer": engine.scalars(),
+                "groups": {group["name"]: _settings(group) for group in self._groups},
                 "dtype": self.config.precision.param_dtype,
                 "config": resolved(self.config),
                 "hf_config": json.loads(self.original.config.to_json_string(use_diff=False)),
@@ -252,7 +263,15 @@ class ScriptRun:
         extra = from_rank_0(lambda: read_extra(found))
         with engine.restoring(extra["optimizer"], step=extra["step"]) as state:
             load(found, state)
+        for group in self._groups:  # a script's schedule counts on from these
+            group.update(extra.get("groups", {}).get(group["name"], {}))
         self.steps = extra["step"]
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Of a group, what JSON can hold: learning rate and the like, which schedules change."""
+    kinds = bool, int, float
+    return {k: v for k, v in group.items() if isinstance(v, kinds)}
 
 
 def run_of(model: nn.Module) -> ScriptRun | None:

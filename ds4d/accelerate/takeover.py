@@ -84,20 +84,32 @@ def _refuse(model: nn.Module) -> None:
 
 
 class Given:
-    """The script's weights, as ``build_model`` reads them; each is let go once it is read."""
+    """The script's weights, as ``build_model`` reads them; each is let go once it is read, but for
+    those that are wider than ``dtype``, of which master weights are made later.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        dtype: that is computed in.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._tensors: dict[str, Tensor] = {
             name: tensor.detach()
             for tensors in (model.named_parameters, model.named_buffers)
             for name, tensor in tensors(remove_duplicate=False)
         }
+        wide = dtype != torch.float32
+        self._kept = {n for n, x in self._tensors.items() if wide and x.dtype == torch.float32}
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
     def __call__(self, name: str, shard: Shard | None = None) -> Tensor:
-        return part_of(self._tensors.pop(name), shard)
+        tensor = self._tensors[name] if name in self._kept else self._tensors.pop(name)
+        return part_of(tensor, shard)
+
+    @property
+    def is_wide(self) -> bool:
+        return bool(self._kept)
 
 
 def take_over(
@@ -106,12 +118,14 @@ def take_over(
     run: RunConfig,
     mesh: Mesh,
     *,
+    given: Given,
     device: torch.device,
     partition: Callable[[nn.Module], None] | None,
 ) -> PreTrainedModel:
     """Make ``model`` this rank's part, on ``device``.
 
     Args:
+        given: its weights.
         partition: see ``build_model``.
 
     Returns:
@@ -123,7 +137,7 @@ def take_over(
     Collective: what ``partition`` is.
     """
     attention.register()
-    config, given, training = model.config, Given(model), model.training
+    config, training = model.config, model.training
     kept = {name: model.__dict__[name] for name in KEPT if name in model.__dict__}
     model.__dict__["_modules"].clear()  # so that weights go when they are read
     built = build_model(

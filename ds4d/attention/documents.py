@@ -28,12 +28,15 @@ class Documents:
         covers_positions: positions restart at run bounds only. Then the packed sequences that
             transformers finds in the positions say nothing new, and need not be fetched from the
             device.
+        blind_padding: attention gives padding zeros, as it is in transformers for tokens that see
+            nothing: what stands before the first token of a row predicts it, and may be counted.
     """
 
     ids: torch.Tensor
     bounds: torch.Tensor
     lengths: tuple[int, ...]
     covers_positions: bool = False
+    blind_padding: bool = False
 
     @classmethod
     def from_ids(cls, ids: torch.Tensor, positions: torch.Tensor | None = None) -> "Documents":
@@ -75,7 +78,7 @@ class Documents:
         if self.ids.is_cuda:
             bounds = bounds.pin_memory().to(self.ids.device, non_blocking=True)
         ids = F.pad(self.ids, (0, extra), value=PADDING)
-        return Documents(ids, bounds, tuple(lengths), self.covers_positions)
+        return replace(self, ids=ids, bounds=bounds, lengths=tuple(lengths))
 
     def intersect(self, other: "Documents") -> "Documents":
         """Runs that both agree on: tokens stay together only where both keep them together.

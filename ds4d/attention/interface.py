@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from ds4d.attention.context import Context
-from ds4d.attention.documents import Documents
+from ds4d.attention.documents import PADDING, Documents
 from ds4d.attention.kernels import Call, attend
 from ds4d.attention.mask import LazyMask
 from ds4d.attention.query_scale import scaled_by_document
@@ -103,7 +103,19 @@ def attention(
         bias=None if position_bias is None else position_bias[..., :num_keys],
     )
     with own_dropout(tp if dropout else None):
-        return (attend if context is None else context.attend)(call), None
+        out = (attend if context is None else context.attend)(call)
+    return _without_padding(out, documents, context), None
+
+
+def _without_padding(
+    out: torch.Tensor, documents: Documents | None, context: Context | None
+) -> torch.Tensor:
+    """[B, s, H, D] with zeros where ``blind_padding`` asks for them."""
+    whole = documents if context is None else context.cut.documents
+    if whole is None or not whole.blind_padding:
+        return out
+    ids = whole.ids if context is None else whole.ids[:, context.cut.places]
+    return out.masked_fill((ids == PADDING)[:, :, None, None], 0)
 
 
 def _of_whole(mask: LazyMask | torch.Tensor, context: Context) -> LazyMask:

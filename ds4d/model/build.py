@@ -104,15 +104,30 @@ def build_model(
         context.install(built, cp)
     if cut is not None:
         cut(built)
+    fill(
+        built,
+        first_values(model, config=config, seed=seed, given=given),
+        device=device,
+        partition=partition,
+    )
+    _enable_recompute(built, recompute)
+    return built
+
+
+def first_values(
+    model: ModelConfig, *, config: PreTrainedConfig, seed: int, given: Stored | None = None
+) -> Values:
+    """What a model begins with; arguments as in ``build_model``. Values keep the precision in which
+    they are stored or drawn.
+
+    Raises:
+        ValueError: as ``build_model``.
+    """
     logical = logical_model(config)
     values = InitialValues(logical, seed=seed)
     if given is None and model.path is not None:
         given = _stored(model_folder(model.path), logical)
-    if given is not None:
-        values = stored_or_initial(given, values)
-    fill(built, values, device=device, partition=partition)
-    _enable_recompute(built, recompute)
-    return built
+    return values if given is None else stored_or_initial(given, values)
 
 
 def _stored(folder: Path, logical: PreTrainedModel) -> Stored:
