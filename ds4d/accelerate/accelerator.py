@@ -314,7 +314,7 @@ class Accelerator(accelerate.Accelerator):
             fills={**fills, "gradient_clipping": 0.0, **self._precision()},
             matches={},
         )
-        if module.is_gradient_checkpointing and run.recompute == "none":
+        if module.is_activation_checkpointing and run.recompute == "none":
             run = run.replace(recompute="full")
         run = judge_script(run, self._original.config)
         mesh = replace(mesh, parallel=run.parallel)  # sequence parallelism is settled now

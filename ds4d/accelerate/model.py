@@ -142,7 +142,7 @@ class ScriptModel(nn.Module):
         self.open = call
         if run.config.parallel.pp > 1:
             self._run_ahead(run, work, scale)
-            run.pending_share = share
+            run.pending, run.pending_share = len(work.micro_batches), share
             whole = work.sums[call.index] / targets
             return Recorded.apply(anchor(run.device), whole, work.factors)
         part = engine.forward(work.micro_batches[call.index], scale)

@@ -79,7 +79,8 @@ class ScriptRun:
         self.stepped: Stepped | None = None
         self.steps = 0  # taken, skipped ones included
         self.factors: list[Tensor] = []  # of a step whose schedule has run
-        self.pending_share = 1  # of the loss in the step's: see ``ScriptModel._learned``
+        self.pending = 1  # batches of that step
+        self.pending_share = 1  # of a loss in the step's: see ``ScriptModel._learned``
         self._ahead: Pipeline | None = None
         self._given: Given | None = Given(module, DTYPES[config.precision.param_dtype])
         if optimization is None:
@@ -192,8 +193,11 @@ class ScriptRun:
     def _apply_factors(self, engine: Engine) -> None:
         factors = torch.stack(self.factors).tolist() if self.factors else []
         self.factors = []
-        if not factors:
-            raise RuntimeError("ds4d.accelerate: optimizer.step() without accelerator.backward()")
+        if len(factors) != self.pending:
+            raise RuntimeError(
+                f"ds4d.accelerate: accelerator.backward() was called {len(factors)} times for the "
+                f"{self.pending} batches of a step; once for each is meant"
+            )
         if max(factors) - min(factors) > 1e-6 * max(map(abs, factors)):
             raise ValueError(UNEVEN.format(pp=self.config.parallel.pp, factors=factors))
         factor = factors[0] * self.pending_share

@@ -337,3 +337,32 @@ def test_the_learning_rate_depends_on_optimizer_steps_only(scheduler, expected):
         run = make_run(stage=1, dp=dp, micro=micro, **keys)
         for lrs in run_distributed(learning_rates, dp, run=run, batches=global_batches()):
             assert lrs == pytest.approx(expected)
+
+
+def begun(runs):
+    """Of each run the masters, and the parameters that are computed with where they are whole."""
+    from ds4d.model.initial import InitialValues
+    from ds4d.model.meta import logical_model
+
+    found = []
+    for run in runs:
+        engine = make_engine(run)
+        values = InitialValues(logical_model(engine.module.config), seed=9)
+        before = [p.detach().clone() for p in engine.module.parameters()]
+        engine.begin_masters(values)
+        same = all(map(torch.equal, before, engine.module.parameters()))
+        wanted = {name: values(name) for name, _ in tiny_model().named_parameters()}
+        found.append((export(engine.logical_state()), wanted, same))
+    return found
+
+
+def test_masters_begin_with_values_that_are_not_rounded():
+    runs = [make_run(stage=stage, dp=2, micro=2, precision="bf16") for stage in STAGES]
+    ranks = run_distributed(begun, 2, runs=runs)
+    for results in zip(*ranks):
+        whole = assemble([state for state, *_ in results])
+        _, wanted, _ = results[0]
+        for name, value in wanted.items():
+            assert torch.equal(whole[f"weight/{name}"], value)
+            assert value.dim() < 2 or not torch.equal(value, value.bfloat16().float())
+        assert all(same for *_, same in results), "what is computed with stays as it is"

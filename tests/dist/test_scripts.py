@@ -1,0 +1,223 @@
+"""Real scripts, as subprocesses: with the line that the README says, in any layout, what they log and
+save is what they do unchanged in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds4d.launch.variables import free_port
+from tests.script_runs import (
+    BLOCK_SIZE,
+    ROOT,
+    Inputs,
+    compare_models,
+    make_inputs,
+    read_log,
+    run_ds4d,
+    run_plain,
+)
+
+TOLERANCE = 1e-5
+BATCH = 4  # samples of a dp rank
+# name: (ds4d.parallel, ZeRO stage)
+LAYOUTS = {
+    "dp2-z2": ({"dp": 2}, 2),
+    "tp2": ({"tp": 2}, 0),
+    "cp2": ({"cp": 2}, 0),
+    "tp2-dp2-z1": ({"tp": 2, "dp": 2}, 1),
+    "pp2": ({"pp": 2}, 0),
+    "tp2-pp2": ({"tp": 2, "pp": 2}, 0),
+    "z3-tp2": ({"tp": 2, "dp": 2}, 3),
+}
+SCRIPTS = ("clm_accelerate.py", "clm_trainer.py", "loop.py")
+# In every push: each layout, and each script in a layout of its own kind; the rest behind a mark.
+IN_CI = {
+    ("clm_accelerate.py", "tp2-dp2-z1"), ("clm_accelerate.py", "z3-tp2"),
+    ("clm_trainer.py", "tp2-pp2"), ("clm_trainer.py", "dp2-z2"), ("loop.py", "pp2"),
+    ("loop.py", "cp2"), ("loop.py", "tp2"),
+}  # fmt: skip
+CASES = [
+    pytest.param(script, layout, marks=() if (script, layout) in IN_CI else pytest.mark.slow)
+    for script in SCRIPTS
+    for layout in LAYOUTS
+]
+MEASURED_TIMES = ("runtime", "per_second", "flos")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Inputs:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def plainly(inputs, tmp_path_factory):
+    """The unchanged script in one process, once for each set of arguments."""
+    done: dict[tuple[str, ...], Path] = {}
+
+    def run(script: str, args: list[str]) -> Path:
+        key = (script, *args)
+        if key not in done:
+            done[key] = run_plain(script, tmp_path_factory.mktemp("plain"), args)
+        return done[key]
+
+    return run
+
+
+def arguments(inputs: Inputs, script: str, batch: int, *, steps: int = 6) -> list[str]:
+    """Of a run with warm-up, accumulation (but in the loop, whose samples differ in length),
+    clipping and evaluation."""
+    words = inputs.arguments(script)
+    if script == "loop.py":
+        return [
+            *words, f"--batch_size={batch}", f"--eval_batch_size={batch}", "--eval_every=3",
+            f"--max_steps={steps}", "--eval_from_logits",
+        ]  # fmt: skip
+    words += [
+        f"--block_size={BLOCK_SIZE}", f"--per_device_train_batch_size={batch}",
+        f"--per_device_eval_batch_size={batch}", "--gradient_accumulation_steps=2",
+        "--learning_rate=1e-3", "--weight_decay=0.1", "--seed=1",
+    ]  # fmt: skip
+    if script == "clm_accelerate.py":
+        return [
+            *words, f"--max_train_steps={steps}", "--num_warmup_steps=2", "--use_seedable_sampler"
+        ]  # fmt: skip
+    return [
+        *words, f"--max_steps={steps}", "--do_train", "--do_eval", "--logging_steps=1",
+        "--eval_strategy=steps", "--eval_steps=3", "--save_strategy=no", "--warmup_steps=2",
+        "--report_to=none",
+    ]  # fmt: skip
+
+
+def config(layout: str) -> tuple[dict, int]:
+    """The file, and how many ranks it is for."""
+    degrees, stage = LAYOUTS[layout]
+    world_size = 1
+    for degree in degrees.values():
+        world_size *= degree
+    content = {
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto", "zero_optimization": {"stage": stage},
+        "ds4d": {"parallel": degrees},
+    }  # fmt: skip
+    return content, world_size
+
+
+def same_logs(expected: Path, actual: Path, *, last: int | None = None) -> None:
+    """Every number, but for times.
+
+    Args:
+        last: compare so many of the last objects.
+    """
+    logs = [read_log(folder)[-(last or 0) :] for folder in (expected, actual)]
+    assert len(logs[0]) == len(logs[1]) > 0
+    for one, other in zip(*logs):
+        for key, value in one.items():
+            if isinstance(value, (int, float)) and not any(w in key for w in MEASURED_TIMES):
+                assert other[key] == pytest.approx(value, rel=TOLERANCE, abs=1e-12), (key, one)
+
+
+@pytest.mark.parametrize(("script", "layout"), CASES)
+def test_losses_rates_and_model_are_those_of_the_unchanged_script(
+    script, layout, inputs, plainly, tmp_path
+):
+    content, world_size = config(layout)
+    dp = LAYOUTS[layout][0].get("dp", 1)
+    expected = plainly(script, arguments(inputs, script, BATCH * dp))
+    actual = run_ds4d(script, tmp_path, arguments(inputs, script, BATCH), content, world_size)
+    same_logs(expected, actual)
+    assert compare_models(expected, actual) < TOLERANCE
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "accelerate"])
+def test_other_launchers(launcher, inputs, plainly, tmp_path):
+    script = "clm_accelerate.py"
+    content, world_size = config("tp2")
+    expected = plainly(script, arguments(inputs, script, BATCH))
+    words = arguments(inputs, script, BATCH)
+    actual = run_ds4d(script, tmp_path, words, content, world_size, launcher)
+    same_logs(expected, actual)
+
+
+def test_the_trainer_is_found_by_accelerate_launch(inputs, plainly, tmp_path):
+    script = "clm_trainer.py"
+    content, world_size = config("tp2")
+    expected = plainly(script, arguments(inputs, script, BATCH))
+    words = arguments(inputs, script, BATCH)
+    actual = run_ds4d(script, tmp_path, words, content, world_size, "accelerate")
+    same_logs(expected, actual)
+
+
+def test_accelerate_goes_on_in_another_layout(inputs, plainly, tmp_path):
+    script = "clm_accelerate.py"
+    expected = plainly(script, arguments(inputs, script, BATCH * 2))
+    content, world_size = config("tp2-dp2-z1")
+    words = [*arguments(inputs, script, BATCH), "--checkpointing_steps=3"]
+    first = run_ds4d(script, tmp_path / "first", words, content, world_size)
+    content, world_size = config("pp2")
+    words = [
+        *arguments(inputs, script, BATCH * 2), f"--resume_from_checkpoint={first / 'step_3'}"
+    ]  # fmt: skip
+    actual = run_ds4d(script, tmp_path / "second", words, content, world_size)
+    same_logs(expected, actual, last=4)
+    assert compare_models(expected, actual) < TOLERANCE
+
+
+def test_the_trainer_goes_on_in_another_layout_and_ends_with_its_best_model(
+    inputs, plainly, tmp_path
+):
+    script = "clm_trainer.py"
+
+    def words(batch: int, *more: str) -> list[str]:
+        kept = [w for w in arguments(inputs, script, batch) if w != "--save_strategy=no"]
+        return [*kept, "--save_strategy=steps", "--save_steps=3", "--gradient_checkpointing", *more]
+
+    best = "--load_best_model_at_end", "--metric_for_best_model=eval_loss", "--save_total_limit=1"
+    expected = plainly(script, words(BATCH * 2, *best))
+    content, world_size = config("dp2-z2")
+    first = run_ds4d(script, tmp_path / "first", words(BATCH), content, world_size)
+    content, world_size = config("tp2-pp2")
+    again = words(BATCH * 2, *best, f"--resume_from_checkpoint={first / 'checkpoint-3'}")
+    actual = run_ds4d(script, tmp_path / "second", again, content, world_size)
+    assert compare_models(expected, actual) < TOLERANCE
+    kept = [sorted(p.name for p in folder.glob("checkpoint-*")) for folder in (expected, actual)]
+    assert kept[0] == kept[1]
+    same_logs(expected, actual)
+
+
+LAYOUTS_OF_CASES = {
+    "tp2-dp2-z2": ({"tp": 2, "dp": 2}, 2, {}),
+    "pp2-z1": ({"pp": 2}, 1, {}),
+    "cp2-z3": ({"cp": 2}, 3, {}),
+    "pp2-dp2-zbv": ({"pp": 2, "dp": 2}, 0, {"pipeline": {"schedule": "zbv"}}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_OF_CASES)
+def test_cases(layout, tmp_path):
+    """``tests/accelerate_cases.py``, all of them in one job."""
+    degrees, stage, more = LAYOUTS_OF_CASES[layout]
+    content = {"zero_optimization": {"stage": stage}, "ds4d": {"parallel": degrees, **more}}
+    (tmp_path / "ds4d.json").write_text(json.dumps(content))
+    world_size = 4 if "dp" in degrees else 2
+    environment = os.environ | {
+        "DS4D_CONFIG": str(tmp_path / "ds4d.json"), "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size),
+        "--master-port", str(free_port()), str(ROOT / "tests" / "accelerate_cases.py"),
+        str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
+    failures = [p.read_text() for p in sorted(tmp_path.glob("failed-*.txt"))]
+    assert done.returncode == 0, "\n".join(failures) or done.stdout[-3000:] + done.stderr[-3000:]
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert set(results.values()) == {"passed"} and len(results) > 20
