@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+import pytest
 
 COMMON = dict(
     vocab_size=101,
@@ -138,3 +141,14 @@ def with_layers(config: dict[str, Any], count: int) -> dict[str, Any]:
     if "attention_types" in config:  # gpt_neo's: [[[kinds], repeats]]
         changed["attention_types"] = [[["global", "local"], count // 2], [["global"], count % 2]]
     return changed
+
+
+def dealt(names: Iterable[str], turn: int, *, turns: int = 3) -> list[Any]:
+    """All names as parameters of a test, one in ``turns`` in the ordinary run, the others slow.
+
+    The tests of tp, pp and cp have a turn each, so that together they have every family; the zoo
+    (``test_zoo.py``) has its part of them on all axes."""
+    return [
+        pytest.param(name, marks=() if place % turns == turn else pytest.mark.slow)
+        for place, name in enumerate(names)
+    ]

@@ -40,6 +40,7 @@ from ds4d.accelerate.optimizer import (
     Names,
     PreparedOptimizer,
     fills_of,
+    move_schedule,
     optimization,
     refuse,
 )
@@ -510,8 +511,11 @@ class Accelerator(accelerate.Accelerator):
         self._begin()
         location = super().save_state(output_dir, *args, **kwargs)
         if self.is_main_process:
-            states = [loader.state_dict() for loader in self._dataloaders]
-            torch.save(states, Path(location) / DATA_STATE)
+            state = {
+                "loaders": [loader.state_dict() for loader in self._dataloaders],
+                "num_processes": self.num_processes,
+            }
+            torch.save(state, Path(location) / DATA_STATE)
         self.wait_for_everyone()
         return location
 
@@ -521,9 +525,12 @@ class Accelerator(accelerate.Accelerator):
         super().load_state(folder, *args, **kwargs)
         path = Path(folder) / DATA_STATE
         if path.exists():
-            states = torch.load(path, weights_only=False)
-            for loader, state in zip(self._dataloaders, states):
-                loader.load_state_dict(state)
+            state = torch.load(path, weights_only=False)
+            for loader, its in zip(self._dataloaders, state["loaders"]):
+                loader.load_state_dict(its)
+            for prepared in self._schedulers:
+                if not isinstance(prepared, EnginesSchedule) and not prepared.split_batches:
+                    move_schedule(prepared.scheduler, state["num_processes"], self.num_processes)
 
     def _state_folder(self, input_dir: str | None) -> str:
         if input_dir is not None:

@@ -183,6 +183,32 @@ def fills_of(optimizer: Any, scheduler: Any, *, processes: int) -> dict[str, Any
     return fills
 
 
+def move_schedule(schedule: Any, before: int, now: int) -> None:
+    """A schedule that advances once for each of ``before`` processes in a step goes on where it
+    advances for ``now``.
+
+    Raises:
+        ValueError: its rate does not follow from its position alone.
+    """
+    if before == now:
+        return
+    rate = getattr(schedule, "_get_closed_form_lr", None)
+    if hasattr(schedule, "lr_lambdas") or hasattr(schedule, "total_steps"):
+        rate = schedule.get_lr
+    if rate is None:
+        raise ValueError(
+            f"ds4d.accelerate: the state is of num_processes {before}, here it is {now}, and a "
+            f"{type(schedule).__name__} that counted them can't be moved: go on with as many, or "
+            'let schedules count optimizer steps, by Accelerator(..., schedules_count="steps")'
+        )
+    schedule.last_epoch = schedule.last_epoch // before * now
+    schedule._step_count = schedule.last_epoch + 1
+    rates = rate()
+    for group, lr in zip(schedule.optimizer.param_groups, rates):
+        group["lr"] = lr
+    schedule._last_lr = list(rates)
+
+
 class PreparedOptimizer(AcceleratedOptimizer):
     """What a script gets for its optimizer: it steps the engine, once for each step.
 

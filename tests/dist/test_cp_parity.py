@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.parity import ADAMW, check_half_precision, compare, folder_of, make_run
-from tests.tp_families import FAMILIES, OWN_ATTENTION
+from tests.tp_families import FAMILIES, OWN_ATTENTION, dealt
 
 WAYS = {
     "ring": dict(method="ring", exchange="p2p"),
@@ -25,7 +25,7 @@ ODD_HEADS = "llama, 9 heads, 3 key heads"  # no two ranks can share them
 BY_ATTENTION = [name for name in FAMILIES if name not in OWN_ATTENTION]
 
 
-@pytest.mark.parametrize("name", BY_ATTENTION)
+@pytest.mark.parametrize("name", dealt(BY_ATTENTION, 2))
 def test_every_family_on_two_ranks(name):
     ways = ("ring", "gathered") if name == ODD_HEADS else ON_TWO
     compare([(name, by(way, micro=2)) for way in ways], 2)
@@ -37,7 +37,7 @@ ON_FOUR = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ON_FOUR)
+@pytest.mark.parametrize("name", dealt(ON_FOUR, 2))
 def test_four_ranks_more_than_there_are_key_heads(name):
     compare([(name, by(way, 4)) for way in WAYS], 4)
 

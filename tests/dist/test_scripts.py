@@ -47,7 +47,8 @@ CASES = [
     for script in SCRIPTS
     for layout in LAYOUTS
 ]
-MEASURED_TIMES = ("runtime", "per_second", "flos")
+# Times, and what the Trainer counts of the steps of one call of train() alone.
+NOT_COMPARED = ("runtime", "per_second", "flos", "train_loss")
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def same_logs(expected: Path, actual: Path, *, last: int | None = None) -> None:
     assert len(logs[0]) == len(logs[1]) > 0
     for one, other in zip(*logs):
         for key, value in one.items():
-            if isinstance(value, (int, float)) and not any(w in key for w in MEASURED_TIMES):
+            if isinstance(value, (int, float)) and not any(w in key for w in NOT_COMPARED):
                 assert other[key] == pytest.approx(value, rel=TOLERANCE, abs=1e-12), (key, one)
 
 
@@ -198,7 +199,13 @@ LAYOUTS_OF_CASES = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS_OF_CASES)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "pp2-dp2-zbv" else ())
+        for name in LAYOUTS_OF_CASES
+    ],
+)
 def test_cases(layout, tmp_path):
     """``tests/accelerate_cases.py``, all of them in one job."""
     degrees, stage, more = LAYOUTS_OF_CASES[layout]

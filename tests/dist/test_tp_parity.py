@@ -16,7 +16,7 @@ from tests.parity import (
     make_run,
     train,
 )
-from tests.tp_families import FAMILIES, OWN_ATTENTION
+from tests.tp_families import FAMILIES, OWN_ATTENTION, dealt
 
 
 def cut_along_the_sequence(name: str) -> list[bool]:
@@ -26,7 +26,7 @@ def cut_along_the_sequence(name: str) -> list[bool]:
 ON_TWO = [name for name in FAMILIES if name != "llama, 9 heads, 3 key heads"]
 
 
-@pytest.mark.parametrize("name", ON_TWO)
+@pytest.mark.parametrize("name", dealt(ON_TWO, 0))
 def test_every_family_on_two_ranks(name):
     cases = [
         (name, dict(tp=2, sequence_parallel=cut, stage=1, optimizer=optimizer, micro=2))
@@ -51,7 +51,7 @@ ON_FOUR = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ON_FOUR)
+@pytest.mark.parametrize("name", dealt(ON_FOUR, 0))
 def test_four_ranks_one_more_than_there_are_key_heads(name):
     cases = [
         (name, dict(tp=4, sequence_parallel=cut, stage=1, optimizer=SGD))

@@ -9,7 +9,14 @@ from tests.verify_faults import FAULTS
 from tests.verify_runs import run_of, with_fault
 
 
-@pytest.mark.parametrize("name", FAULTS)
+# two of three in the ordinary run
+SOME = [
+    pytest.param(name, marks=pytest.mark.slow if place % 3 == 2 else ())
+    for place, name in enumerate(FAULTS)
+]
+
+
+@pytest.mark.parametrize("name", SOME)
 def test_each_fault_is_found_and_named(name):
     fault = FAULTS[name]
     report = verify(run_of(**fault.layout), steps=2, call=with_fault(name))
