@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate import PartialState
 from accelerate.utils import DummyOptim, DummyScheduler
 from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from torch.optim.lr_scheduler import LambdaLR
@@ -26,6 +27,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ds4d.accelerate import Accelerator
+
+from accelerate.utils import gather_object  # isort: skip  (ds4d's, once it is imported)
 
 VOCABULARY, IGNORE = 61, -100
 CASES = {}
@@ -486,6 +489,28 @@ def generated_text_is_that_of_one_process(dp):
     train(accelerator, prepared, opt, loader)
 
 
+@case
+def operations_are_over_the_ranks_of_dp(dp):
+    accelerator = Accelerator()
+    mine = accelerator._these.mesh.coordinate.dp
+    mean = accelerator.reduce(torch.tensor([float(mine)]), reduction="mean")
+    close(mean + 1, torch.tensor([(dp - 1) / 2 + 1]))
+    assert accelerator.gather(torch.tensor([mine])).tolist() == list(range(dp))
+    assert gather_object([mine]) == list(range(dp))
+    padded = accelerator.pad_across_processes(torch.ones(1, mine + 1), dim=1, pad_index=7)
+    assert padded.tolist() == [[1.0] * (mine + 1) + [7.0] * (dp - 1 - mine)]
+    with accelerator.split_between_processes(list(range(2 * dp))) as part:
+        assert part == [2 * mine, 2 * mine + 1]
+    with PartialState().split_between_processes(list(range(dp))) as part:
+        assert part == [mine]
+    last = dist.get_world_size() - 1
+    if dist.get_rank() == last:
+        accelerator.set_trigger()
+    assert accelerator.check_trigger() and not accelerator.check_trigger()
+    assert accelerator.is_main_process == (dist.get_rank() == 0)
+    assert accelerator.is_last_process == (dist.get_rank() == last)
+
+
 # -- optimizers and schedules ---------------------------------------------------------------------
 
 
@@ -628,8 +653,9 @@ def a_run_goes_on_in_the_middle_of_an_epoch(dp):
     def run(accelerator, prepared, optimizer, loader, schedule, passes, skip=0, save_at=None):
         losses = []
         for number in range(passes):
-            batches = accelerator.skip_first_batches(loader, skip) if number == 0 and skip else loader
-            for index, batch in enumerate(batches, start=skip if number == 0 else 0):
+            first = skip if number == 0 else 0
+            batches = accelerator.skip_first_batches(loader, first) if first else loader
+            for index, batch in enumerate(batches, start=first):
                 with accelerator.accumulate(prepared):
                     loss = prepared(**inputs_of(batch)).loss
                     accelerator.backward(loss)

@@ -7,7 +7,6 @@ meant for.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
@@ -481,20 +481,26 @@ class Accelerator(accelerate.Accelerator):
         return data[:rest] if use_gather_object else recursively_apply(lambda x: x[:rest], data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        return tensors.reduce(tensor, self._dp, reduction, scale)
+        return tensors.reduce(tensor, self._dp, reduction)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
         return tensors.pad(tensor, self._dp, dim=dim, value=pad_index, first=pad_first)
 
+    def check_trigger(self) -> bool:
+        """Whether any rank has set it. All must agree, those that share samples too."""
+        flag = self.flag_tensor
+        if flag is None:
+            flag = torch.tensor(0, device=self.device)
+        self.flag_tensor = torch.tensor(0, device=self.device)
+        return bool(tensors.reduce(flag, dist.group.WORLD, "max"))
+
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Among the ranks of dp; those that share samples get the same."""
-        rank, size = self._sharing.dp_rank, self._sharing.dp_size
-        state = types.SimpleNamespace(num_processes=size, process_index=rank, device=self.device)
-        split = accelerate.PartialState.split_between_processes.__wrapped__
-        yield from split(state, inputs, apply_padding)
+        with self.state.split_between_processes(inputs, apply_padding) as mine:
+            yield mine
 
     # -- models and states -----------------------------------------------------------------
 

@@ -10,18 +10,24 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import torch
 import transformers.trainer
-from accelerate.utils import DeepSpeedPlugin
+from accelerate import PartialState
+from accelerate.utils import DeepSpeedPlugin, operations
 from transformers import TrainingArguments
 from transformers.integrations import deepspeed as hf_deepspeed
 
+from ds4d.accelerate import tensors
 from ds4d.accelerate.accelerator import Accelerator, skip_first_batches
-from ds4d.accelerate.processes import begin
+from ds4d.accelerate.model import ScriptModel
+from ds4d.accelerate.processes import begin, processes
 from ds4d.accelerate.settings import ScriptFile
 from ds4d.checkpoint.find import list_checkpoints
 
@@ -46,6 +52,10 @@ def check_versions() -> None:
 def apply() -> None:
     """Once, at import."""
     check_versions()
+    for name, ours in OVER_DP.items():
+        _wrap(operations, name, _over_dp(ours))
+        setattr(accelerate.utils, name, getattr(operations, name))
+    _wrap(PartialState, "split_between_processes", _split_among_dp)
     trainer = transformers.trainer
     _wrap(hf_deepspeed.HfTrainerDeepSpeedConfig, "__init__", _config_without_scripts_part)
     _wrap(TrainingArguments, "__post_init__", _prepared_arguments)
@@ -66,6 +76,42 @@ def _wrap(owner: Any, name: str, around: Any) -> None:
         return around(original, *args, **kwargs)
 
     setattr(owner, name, wrapped)
+
+
+# -- accelerate's functions ------------------------------------------------------------------------
+
+# What accelerate.utils has beside the Accelerator's methods, for scripts that call it there.
+OVER_DP: dict[str, Callable[..., Any]] = {
+    "gather": tensors.gather,
+    "gather_object": tensors.gather_objects,
+    "reduce": lambda x, group, reduction="mean", scale=1.0: tensors.reduce(x, group, reduction),
+    "pad_across_processes": lambda x, group, dim=0, pad_index=0, pad_first=False: tensors.pad(
+        x, group, dim=dim, value=pad_index, first=pad_first
+    ),
+}
+
+
+def _over_dp(ours: Callable[..., Any]) -> Callable[..., Any]:
+    def call(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        these = processes()
+        if these is None:
+            return original(data, *args, **kwargs)
+        return ours(data, these.mesh.group("dp"), *args, **kwargs)
+
+    return call
+
+
+def _split_among_dp(original: Any, self: PartialState, *args: Any, **kwargs: Any) -> Any:
+    """By the place on dp: ``process_index`` is the rank in the world."""
+    these = processes()
+    if these is None:
+        return original(self, *args, **kwargs)
+    place = SimpleNamespace(
+        num_processes=these.mesh.parallel.dp,
+        process_index=these.mesh.coordinate.dp,
+        device=these.device,
+    )
+    return original(place, *args, **kwargs)
 
 
 # -- TrainingArguments ----------------------------------------------------------------------------
@@ -101,8 +147,6 @@ def _devices(original: Any) -> functools.cached_property:
             return original.func(self)
         these = begin(ScriptFile.find(self.deepspeed))
         self.accelerator_config.pop("use_configured_state", None)
-        from accelerate import PartialState
-
         self.distributed_state, self._n_gpu = PartialState(), 1
         return these.device
 
@@ -115,8 +159,6 @@ def _devices(original: Any) -> functools.cached_property:
 
 
 def _make_accelerator(**kwargs: Any) -> Any:
-    import accelerate
-
     if isinstance(kwargs.get("deepspeed_plugin"), DeepSpeedPlugin):
         return Accelerator(**kwargs)
     return accelerate.Accelerator(**kwargs)
@@ -132,8 +174,6 @@ def _init_for_evaluation(
 
 
 def _load_ours(original: Any, engine: Any, path: str, load_module_strict: bool = True) -> None:
-    from ds4d.accelerate.model import ScriptModel
-
     if not isinstance(engine, ScriptModel):
         original(engine, path, load_module_strict=load_module_strict)
     elif not list_checkpoints(Path(path)):

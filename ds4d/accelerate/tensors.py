@@ -11,6 +11,8 @@ from accelerate.utils import find_batch_size as _find_batch_size
 from accelerate.utils import recursively_apply
 from torch import Tensor
 
+SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+
 
 def find_batch_size(batch: Any) -> int | None:
     """Rows of the first tensor in it; None: there is none."""
@@ -39,16 +41,18 @@ def gather_objects(data: list[Any], group: dist.ProcessGroup) -> list[Any]:
     return [x for part in found for x in part]
 
 
-def reduce(data: Any, group: dist.ProcessGroup, reduction: str, scale: float) -> Any:
-    """Collective: ``group``."""
+def reduce(data: Any, group: dist.ProcessGroup, reduction: str) -> Any:
+    """Args:
+        reduction: "sum", "mean", "max" or "none".
+
+    Collective: ``group``.
+    """
 
     def one(x: Tensor) -> Tensor:
         x = x.clone()
         if reduction != "none":
-            dist.all_reduce(x, group=group)
-        if reduction == "mean":
-            x = x / group.size()
-        return x if scale == 1.0 else x * scale
+            dist.all_reduce(x, op=MAX if reduction == "max" else SUM, group=group)
+        return x / group.size() if reduction == "mean" else x
 
     return recursively_apply(one, data, error_on_other_type=True)
 
@@ -61,7 +65,7 @@ def pad(data: Any, group: dist.ProcessGroup, *, dim: int, value: Any, first: boo
             return x
         at = dim % x.dim()
         length = torch.tensor(x.shape[at], device=x.device)
-        dist.all_reduce(length, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(length, op=MAX, group=group)
         extra = int(length) - x.shape[at]
         sides = (extra, 0) if first else (0, extra)
         return F.pad(x, (*(0, 0) * (x.dim() - 1 - at), *sides), value=value)
