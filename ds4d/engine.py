@@ -408,11 +408,6 @@ class Engine:
         return self._engine.optimizer
 
     @property
-    def scheduler(self) -> Any:
-        """That DeepSpeed steps, or None."""
-        return self._engine.lr_scheduler
-
-    @property
     def pipeline(self) -> Pipeline | None:
         return self._pipeline
 

@@ -277,15 +277,23 @@ def allocate(engine: DeepSpeedEngine, saved: dict[str, Any]) -> None:
 
 
 def seek(engine: DeepSpeedEngine, steps: int) -> None:
-    """Set the schedule to where it stands after so many optimizer steps, and with it the learning
-    rates (and the momenta, which OneCycle moves): they depend on nothing else."""
-    schedule = engine.lr_scheduler
+    """``seek_schedule`` for the one that DeepSpeed steps."""
+    seek_schedule(engine.lr_scheduler, steps)
+
+
+def seek_schedule(schedule: Any, steps: int) -> None:
+    """Set a schedule to where it stands after so many optimizer steps, and with it the learning
+    rates (and the momenta, which OneCycle moves): they depend on nothing else.
+
+    Args:
+        schedule: of this file's makers, or None.
+    """
     if isinstance(schedule, LambdaLR):
         schedule.last_epoch = steps
-        for group, base, factor in zip(
-            _inner(engine).param_groups, schedule.base_lrs, schedule.lr_lambdas
-        ):
+        groups = schedule.optimizer.param_groups
+        for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas):
             group["lr"] = base * factor(steps)
+        schedule._last_lr = [group["lr"] for group in groups]
     elif schedule is not None and steps:
         schedule.step(steps - 1)  # DeepSpeed's count from -1
 

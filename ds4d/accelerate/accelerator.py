@@ -36,7 +36,7 @@ from ds4d.accelerate import tensors
 from ds4d.accelerate.loader import ScriptLoader, Sharing
 from ds4d.accelerate.model import ScriptModel
 from ds4d.accelerate.optimizer import (
-    EnginesSchedule,
+    FilesSchedule,
     Names,
     PreparedOptimizer,
     fills_of,
@@ -218,7 +218,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_scheduler(self, scheduler: Any) -> Any:
         if isinstance(scheduler, DummyScheduler):
             self._given_scheduler = scheduler
-            prepared: Any = EnginesSchedule(self._begin, self._optimizers[0])
+            prepared: Any = FilesSchedule(self._begin, self._optimizers[0])
         else:
             prepared = AcceleratedScheduler(
                 scheduler,
@@ -535,7 +535,7 @@ class Accelerator(accelerate.Accelerator):
             for loader, its in zip(self._dataloaders, state["loaders"]):
                 loader.load_state_dict(its)
             for prepared in self._schedulers:
-                if not isinstance(prepared, EnginesSchedule) and not prepared.split_batches:
+                if not isinstance(prepared, FilesSchedule) and not prepared.split_batches:
                     move_schedule(prepared.scheduler, state["num_processes"], self.num_processes)
 
     def _state_folder(self, input_dir: str | None) -> str:

@@ -275,8 +275,9 @@ class PreparedOptimizer(AcceleratedOptimizer):
         """As ``train``."""
 
 
-class EnginesSchedule(DeepSpeedSchedulerWrapper):
-    """What a script gets for ``DummyScheduler``: the engine steps it."""
+class FilesSchedule(DeepSpeedSchedulerWrapper):
+    """What a script gets for ``DummyScheduler``: the file's, which advances once with each step of
+    the optimizer, however often it is called."""
 
     def __init__(self, begin: Callable[[], ScriptRun], optimizer: PreparedOptimizer) -> None:
         self._begin = begin
@@ -284,5 +285,8 @@ class EnginesSchedule(DeepSpeedSchedulerWrapper):
 
     @property
     def scheduler(self) -> Any:
-        return self._begin().engine_for_training().scheduler
+        return self._begin().schedule
+
+    def step(self, *_: Any, **__: Any) -> None:
+        self._begin().advance_schedule()
 

@@ -29,6 +29,7 @@ from ds4d.loss import eval_sums
 from ds4d.mesh import Mesh
 from ds4d.model.build import DTYPES
 from ds4d.optim import OptimizerMaker
+from ds4d.optimizer_state import seek_schedule
 from ds4d.pipeline.engine import Pipeline
 from ds4d.pipeline.generate import join_stages
 from ds4d.resume import from_rank_0
@@ -42,14 +43,15 @@ UNEVEN = (
 
 @dataclass(frozen=True)
 class Optimization:
-    """How the engine comes to optimizer and schedule: ``Engine.create``.
+    """How the engine comes to its optimizer, and the run to a schedule.
 
     Attributes:
+        schedule: makes that of the file, or gives None: the script has its own.
         groups: of the script's own optimizer; None: it has none.
     """
 
     optimizer: OptimizerMaker
-    scheduler: Callable[[Optimizer], Any]
+    schedule: Callable[[Optimizer], Any]
     groups: list[dict[str, Any]] | None = None
 
 
@@ -78,6 +80,8 @@ class ScriptRun:
         self.engine: Engine | None = None
         self.stepped: Stepped | None = None
         self.steps = 0  # taken, skipped ones included
+        self.schedule: Any = None
+        self._behind = False  # the schedule, by the last step
         self.factors: list[Tensor] = []  # of a step whose schedule has run
         self.pending = 1  # batches of that step
         self.pending_share = 1  # of a loss in the step's: see ``ScriptModel._learned``
@@ -115,12 +119,27 @@ class ScriptRun:
             build,
             device=self.device,
             optimizer=optimization.optimizer,
-            scheduler=optimization.scheduler,
+            scheduler=self._keep_schedule(optimization.schedule),
         )
         if self._given.is_wide:
             self.engine.begin_masters(self._given)
         self._given = None
         self._groups = optimization.groups or self.engine.optimizer.param_groups
+
+    def _keep_schedule(self, make: Callable[[Optimizer], Any]) -> Callable[[Optimizer], None]:
+        """The engine does not step it: the script's calls do, after it has looked at the rate."""
+
+        def kept(stepped: Optimizer) -> None:
+            self.schedule = make(stepped)
+
+        return kept
+
+    def advance_schedule(self) -> None:
+        """To the rate of the next step, once for each step that was not skipped."""
+        if self._behind:
+            self._behind = False
+            if self.schedule is not None:
+                self.schedule.step()
 
     def engine_for_training(self) -> Engine:
         """Raises: RuntimeError: no optimizer was prepared."""
@@ -184,10 +203,12 @@ class ScriptRun:
     def step(self) -> Stepped:
         """Of the optimizer, after the last ``backward`` of a step."""
         engine = self.engine_for_training()
+        self.advance_schedule()  # where the script has not
         if self.config.parallel.pp > 1:
             self._apply_factors(engine)
         self.stepped = engine.step()
         self.steps += 1
+        self._behind = not self.stepped.skipped
         return self.stepped
 
     def _apply_factors(self, engine: Engine) -> None:
@@ -269,7 +290,8 @@ class ScriptRun:
             load(found, state)
         for group in self._groups:  # a script's schedule counts on from these
             group.update(extra.get("groups", {}).get(group["name"], {}))
-        self.steps = extra["step"]
+        self.steps, self._behind = extra["step"], False
+        seek_schedule(self.schedule, extra["step"] - extra["optimizer"]["skipped_steps"])
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
