@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ds4d.accelerate import Accelerator
+from ds4d.accelerate import Accelerator, lazily
 
 from accelerate.utils import gather_object  # isort: skip  (ds4d's, once it is imported)
 
@@ -635,6 +635,26 @@ def saved_models_are_plain_folders(dp):
     if not accelerator._run.is_whole_here:
         with raises(RuntimeError, "get_state_dict"):
             unwrapped.state_dict()
+
+
+@case
+def weights_are_read_when_the_run_begins(dp):
+    samples, model, folder = Samples(8), make_model(), Path("lazy")
+    plain = copy.deepcopy(model)
+    reference = plain_steps(plain, sgd(plain), samples, groups_of(8, 2 * dp))
+    accelerator = Accelerator()
+    if accelerator.is_main_process:
+        model.save_pretrained(folder)
+    accelerator.wait_for_everyone()
+    with lazily():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model) is LlamaForCausalLM and all(p.is_meta for p in model.parameters())
+    assert not any(p.is_meta for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
+    loader = DataLoader(samples, batch_size=2, collate_fn=collate)
+    prepared, opt, loader = accelerator.prepare(model, sgd(model), loader)
+    prepared.train()
+    close(torch.stack(train(accelerator, prepared, opt, loader)), torch.tensor(reference))
+    same_weights(accelerator, prepared, plain)
 
 
 @case

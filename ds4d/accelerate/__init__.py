@@ -8,7 +8,7 @@ DeepSpeed file. In the order of a run:
     processes.py    process groups, and what Accelerate's state says of them
     accelerator.py  the script's Accelerator
     dealing.py, loader.py, randomness.py     the script's DataLoader, over the ranks of dp
-    takeover.py     the script's model becomes this rank's part of it
+    takeover.py, lazy.py   the script's model becomes this rank's part of it
     calls.py, batch.py, model.py, output.py  model(**batch)
     run.py, optimizer.py                     the engine, and the script's optimizer on it
     saving.py, gathered.py                   the whole model, out of its parts
@@ -17,7 +17,8 @@ DeepSpeed file. In the order of a run:
 
 from ds4d.accelerate import patches
 from ds4d.accelerate.accelerator import Accelerator, skip_first_batches
+from ds4d.accelerate.lazy import lazily
 
 patches.apply()
 
-__all__ = ["Accelerator", "skip_first_batches"]
+__all__ = ["Accelerator", "lazily", "skip_first_batches"]

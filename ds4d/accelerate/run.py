@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from ds4d.accelerate.gathered import meet, whole_tensors
+from ds4d.accelerate.lazy import InFiles, source_of
 from ds4d.accelerate.takeover import Given, Original, take_over
 from ds4d.checkpoint.find import locate
 from ds4d.checkpoint.load import load, read_extra
@@ -86,7 +87,7 @@ class ScriptRun:
         self.pending = 1  # batches of that step
         self.pending_share = 1  # of a loss in the step's: see ``ScriptModel._learned``
         self._ahead: Pipeline | None = None
-        self._given: Given | None = Given(module, DTYPES[config.precision.param_dtype])
+        self._given: Given | InFiles | None = self._weights(module)
         if optimization is None:
             self._cut(partition=None)
         else:
@@ -94,6 +95,12 @@ class ScriptRun:
         module.ds4d_run = self
         if config.parallel.pp > 1:
             module.ds4d_stages.hide_others()
+
+    def _weights(self, module: PreTrainedModel) -> Given | InFiles:
+        dtype, folder = DTYPES[self.config.precision.param_dtype], source_of(module)
+        if folder is None:
+            return Given(module, dtype)
+        return InFiles(folder, self.original.config, dtype)
 
     def _cut(self, partition: Partition | None) -> PreTrainedModel:
         options = {"given": self._given, "device": self.device, "partition": partition}

@@ -19,7 +19,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from ds4d import attention
 from ds4d.config.types import ModelConfig, RunConfig
 from ds4d.mesh import Mesh
-from ds4d.model.build import DTYPES, build_model
+from ds4d.model.build import DTYPES, Stored, build_model
 from ds4d.pipeline.stage import stage_cutter
 from ds4d.router_loss import asks_for_loss
 from ds4d.tensor_parallel.shard import Shard, part_of
@@ -118,7 +118,7 @@ def take_over(
     run: RunConfig,
     mesh: Mesh,
     *,
-    given: Given,
+    given: Stored,
     device: torch.device,
     partition: Callable[[nn.Module], None] | None,
 ) -> PreTrainedModel:

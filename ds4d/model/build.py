@@ -126,11 +126,19 @@ def first_values(
     logical = logical_model(config)
     values = InitialValues(logical, seed=seed)
     if given is None and model.path is not None:
-        given = _stored(model_folder(model.path), logical)
+        given = stored_in(model_folder(model.path), logical)
     return values if given is None else stored_or_initial(given, values)
 
 
-def _stored(folder: Path, logical: PreTrainedModel) -> Stored:
+def stored_in(folder: Path, logical: PreTrainedModel) -> Stored:
+    """The weights of an exported folder or a ds4d checkpoint.
+
+    Args:
+        logical: ``logical_model`` of its config.
+
+    Raises:
+        ValueError: they do not fit it.
+    """
     is_exported = (folder / "config.json").is_file()
     return (Weights if is_exported else CheckpointWeights)(folder, logical)
 
