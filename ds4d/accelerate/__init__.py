@@ -6,7 +6,7 @@ DeepSpeed file. In the order of a run:
 
     settings.py     the JSON file, completed by what the script says
     processes.py    process groups, and what Accelerate's state says of them
-    accelerator.py  the script's Accelerator
+    accelerator.py  the script's Accelerator; operations.py, states.py: parts of it
     dealing.py, loader.py, randomness.py     the script's DataLoader, over the ranks of dp
     takeover.py, lazy.py   the script's model becomes this rank's part of it
     calls.py, batch.py, model.py, output.py  model(**batch)

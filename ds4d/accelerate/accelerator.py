@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
-import torch.distributed as dist
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
@@ -24,7 +22,6 @@ from accelerate.utils import (
     DummyScheduler,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
-    recursively_apply,
 )
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,15 +29,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from ds4d.accelerate import tensors
 from ds4d.accelerate.loader import ScriptLoader, Sharing
 from ds4d.accelerate.model import ScriptModel
+from ds4d.accelerate.operations import Operations
 from ds4d.accelerate.optimizer import (
     FilesSchedule,
     Names,
     PreparedOptimizer,
     fills_of,
-    move_schedule,
     optimization,
     refuse,
 )
@@ -49,12 +45,12 @@ from ds4d.accelerate.randomness import DataRandomness, has_dropout, same_seed
 from ds4d.accelerate.run import ScriptRun, run_of
 from ds4d.accelerate.saving import install_on
 from ds4d.accelerate.settings import ScriptFile
+from ds4d.accelerate.states import States
 from ds4d.accelerate.takeover import Original
 from ds4d.late_checks import judge_script
 from ds4d.monitor.screen import say
 from ds4d.resume import seed_everything
 
-DATA_STATE = "ds4d_data.bin"
 SCHEDULES_NOTE = (
     "note: a prepared schedule advances num_processes = {dp} times with each optimizer step, as "
     "Accelerate's do: its numbers of steps are to be multiplied by accelerator.num_processes. For "
@@ -62,7 +58,7 @@ SCHEDULES_NOTE = (
 )
 
 
-class Accelerator(accelerate.Accelerator):
+class Accelerator(Operations, States, accelerate.Accelerator):
     """As Accelerate's, and:
 
     Args:
@@ -134,10 +130,6 @@ class Accelerator(accelerate.Accelerator):
     @property
     def is_last_process(self) -> bool:
         return self.process_index == self._these.mesh.parallel.world_size - 1
-
-    @property
-    def _dp(self) -> Any:
-        return self._these.mesh.group("dp")
 
     # -- prepare ---------------------------------------------------------------------------
 
@@ -459,98 +451,6 @@ class Accelerator(accelerate.Accelerator):
     def optimizer_step_was_skipped(self) -> bool:
         stepped = None if self._run is None else self._run.stepped
         return stepped is not None and stepped.skipped
-
-    # -- over the ranks of dp --------------------------------------------------------------
-
-    def gather(self, tensor: Any) -> Any:
-        return tensors.gather(tensor, self._dp)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Without what only fills the last batch up."""
-        try:
-            recursively_apply(lambda x: x, input_data, error_on_other_type=True)
-        except TypeError:
-            use_gather_object = True
-        if use_gather_object:
-            data: Any = tensors.gather_objects(input_data, self._dp)
-        else:
-            data = self.gather(input_data)
-        rest = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
-        if rest <= 0:
-            return data
-        return data[:rest] if use_gather_object else recursively_apply(lambda x: x[:rest], data)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        return tensors.reduce(tensor, self._dp, reduction)
-
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-    ) -> Any:
-        return tensors.pad(tensor, self._dp, dim=dim, value=pad_index, first=pad_first)
-
-    def check_trigger(self) -> bool:
-        """Whether any rank has set it. All must agree, those that share samples too."""
-        flag = self.flag_tensor
-        if flag is None:
-            flag = torch.tensor(0, device=self.device)
-        self.flag_tensor = torch.tensor(0, device=self.device)
-        return bool(tensors.reduce(flag, dist.group.WORLD, "max"))
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Among the ranks of dp; those that share samples get the same."""
-        with self.state.split_between_processes(inputs, apply_padding) as mine:
-            yield mine
-
-    # -- models and states -----------------------------------------------------------------
-
-    def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
-        return model.module if isinstance(model, ScriptModel) else model
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Of the whole model; on the CPU of the main process, empty elsewhere."""
-        return self._begin().whole_state()
-
-    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        self._begin()
-        location = super().save_state(output_dir, *args, **kwargs)
-        if self.is_main_process:
-            state = {
-                "loaders": [loader.state_dict() for loader in self._dataloaders],
-                "num_processes": self.num_processes,
-            }
-            torch.save(state, Path(location) / DATA_STATE)
-        self.wait_for_everyone()
-        return location
-
-    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        self._begin()
-        folder = self._state_folder(input_dir)
-        super().load_state(folder, *args, **kwargs)
-        path = Path(folder) / DATA_STATE
-        if path.exists():
-            state = torch.load(path, weights_only=False)
-            for loader, its in zip(self._dataloaders, state["loaders"]):
-                loader.load_state_dict(its)
-            for prepared in self._schedulers:
-                if not isinstance(prepared, FilesSchedule) and not prepared.split_batches:
-                    move_schedule(prepared.scheduler, state["num_processes"], self.num_processes)
-
-    def _state_folder(self, input_dir: str | None) -> str:
-        if input_dir is not None:
-            return input_dir
-        folder = Path(self.project_dir) / "checkpoints"
-        saved = sorted(folder.glob("checkpoint_*"), key=lambda p: int(p.name.split("_")[-1]))
-        if not saved:
-            raise ValueError(f"load_state(): there is no checkpoint in {folder}")
-        return str(saved[-1])
-
-    def free_memory(self, *objects: Any) -> Any:
-        freed = super().free_memory(*objects)
-        self._forget()
-        return freed
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:

@@ -1,5 +1,5 @@
-"""Real scripts, as subprocesses: with the line that the README says, in any layout, what they log and
-save is what they do unchanged in one process."""
+"""Real scripts, as subprocesses: with the line that the README says, in any layout, they log and
+save what they do unchanged in one process."""
 
 from __future__ import annotations
 
@@ -210,21 +210,38 @@ def test_cases(layout, tmp_path):
     """``tests/accelerate_cases.py``, all of them in one job."""
     degrees, stage, more = LAYOUTS_OF_CASES[layout]
     content = {"zero_optimization": {"stage": stage}, "ds4d": {"parallel": degrees, **more}}
-    (tmp_path / "ds4d.json").write_text(json.dumps(content))
     world_size = 4 if "dp" in degrees else 2
-    environment = os.environ | {
-        "DS4D_CONFIG": str(tmp_path / "ds4d.json"), "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size),
-        "--master-port", str(free_port()), str(ROOT / "tests" / "accelerate_cases.py"),
-        str(tmp_path),
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-    )
+    ranks = ["--nproc-per-node", str(world_size), "--master-port", str(free_port())]
+    done = run_cases(tmp_path, content, ["-m", "torch.distributed.run", *ranks])
     failures = [p.read_text() for p in sorted(tmp_path.glob("failed-*.txt"))]
     assert done.returncode == 0, "\n".join(failures) or done.stdout[-3000:] + done.stderr[-3000:]
     results = json.loads((tmp_path / "results.json").read_text())
     assert set(results.values()) == {"passed"} and len(results) > 20
+
+
+def run_cases(folder: Path, content: dict, words: list[str], *cases: str, **variables: str):
+    (folder / "ds4d.json").write_text(json.dumps(content))
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = kept | {
+        "DS4D_CONFIG": str(folder / "ds4d.json"), "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **variables,
+    }  # fmt: skip
+    script = str(ROOT / "tests" / "accelerate_cases.py")
+    command = [sys.executable, *words, script, str(folder), *cases]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+    )
+
+
+def test_a_script_without_a_launcher_is_one_process(tmp_path):
+    """Case E08; and "use_cpu" does not drop the file without a word (peers.md 4, wall 1)."""
+    cases = "metrics_count_every_sample_once", "labels_that_the_script_makes"
+    done = run_cases(tmp_path, {"ds4d": {}}, [], *cases, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(json.loads((tmp_path / "results.json").read_text())) == 2
+
+
+def test_half_a_launchers_variables_are_refused(tmp_path):
+    done = run_cases(tmp_path, {"ds4d": {}}, [], WORLD_SIZE="2")
+    assert done.returncode != 0
+    assert "missing RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in done.stderr
