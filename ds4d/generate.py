@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from ds4d.mesh import Mesh
+from ds4d.pipeline.actions import Placement
 from ds4d.pipeline.generate import join_stages
 from ds4d.saved_model import load_model, load_tokenizer
 
@@ -55,7 +56,7 @@ def generate(
     tokenizer = load_tokenizer(path)
     model = load_model(path, device=device, mesh=mesh)
     if mesh is not None and mesh.parallel.pp > 1:
-        join_stages(model.ds4d_stages, mesh)
+        join_stages(model.ds4d_stages, mesh, Placement.loop(mesh.parallel.pp, 1))
     batch = _encode(tokenizer, prompts).to(device)
     _check_lengths(batch, model.config, max_new_tokens)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}

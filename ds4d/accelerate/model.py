@@ -37,6 +37,14 @@ PIPELINED = (
 )
 
 
+BEAMS = (
+    "ds4d.pipeline.schedule {schedule}: each rank has several chunks, each with a KV cache, and "
+    "num_beams {beams} would let texts change places in one of them; search without beams, or "
+    'use schedule "1f1b"'
+)
+SEVERAL_CHUNKS = ("interleaved", "dualpipev", "zbv")
+
+
 class ScriptModel(nn.Module):
     """Args:
     module: the script's own; ds4d makes it this rank's part when the run begins.
@@ -218,8 +226,17 @@ class ScriptModel(nn.Module):
     # -- what else scripts do with a model --------------------------------------------------
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own, over all ranks of a tp and pp group. Collective: the world."""
+        """transformers' own, over all ranks of a tp and pp group. Collective: the world.
+
+        Raises:
+            ValueError: beams, where a rank has several chunks of a pipeline.
+        """
         run = self._begin()
+        settings = kwargs.get("generation_config") or self.module.generation_config
+        beams = kwargs.get("num_beams") or getattr(settings, "num_beams", None) or 1
+        schedule = run.config.pipeline.schedule
+        if beams > 1 and schedule in SEVERAL_CHUNKS and run.config.parallel.pp > 1:
+            raise ValueError(BEAMS.format(schedule=schedule, beams=beams))
         run.set_training(False)
         with run.generating():
             return self.module.generate(*args, **kwargs)

@@ -33,6 +33,7 @@ from ds4d.optim import OptimizerMaker
 from ds4d.optimizer_state import seek_schedule
 from ds4d.pipeline.engine import Pipeline
 from ds4d.pipeline.generate import join_stages
+from ds4d.pipeline.schedules import placement_of
 from ds4d.resume import from_rank_0
 from ds4d.zero3 import Partition
 
@@ -185,20 +186,13 @@ class ScriptRun:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Within, the model's own ``generate`` works, on all ranks alike.
-
-        Raises:
-            ValueError: in this layout it can't.
-        """
+        """Within, the model's own ``generate`` works, on all ranks alike."""
         if self.config.parallel.pp == 1:
             yield
             return
-        if len(self.module.ds4d_stages.chunks) > 1:
-            raise ValueError(
-                f"ds4d.pipeline.schedule {self.config.pipeline.schedule}: generate() needs one "
-                "chunk on each rank; export the model and use `ds4d generate`"
-            )
-        join_stages(self.module.ds4d_stages, self.mesh)
+        pipeline = self.config.pipeline
+        placement = placement_of(pipeline.schedule, self.config.parallel.pp, pipeline.chunks)
+        join_stages(self.module.ds4d_stages, self.mesh, placement)
         try:
             with self.module.ds4d_stages.shown():
                 yield

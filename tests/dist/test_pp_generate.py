@@ -17,6 +17,7 @@ from ds4d.generate import generate
 from ds4d.mesh import Mesh
 from ds4d.model.checkpoint_weights import CheckpointWeights
 from ds4d.model.weights import Weights
+from ds4d.pipeline.actions import Placement
 from ds4d.pipeline.generate import join_stages
 from ds4d.saved_model import load_model
 from tests.dist.test_generate import PROMPTS, run_ds4d
@@ -65,7 +66,7 @@ def read_and_kept(layout: dict[str, int], path: Path) -> tuple[set[str], int, li
 
     with spy(Weights), spy(CheckpointWeights):
         model = load_model(path, device="cpu", mesh=mesh)
-    join_stages(model.ds4d_stages, mesh)
+    join_stages(model.ds4d_stages, mesh, Placement.loop(mesh.parallel.pp, 1))
     ids = torch.full((2, 5), 7)
     made = model.generate(
         input_ids=ids,
