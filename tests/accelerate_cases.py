@@ -24,9 +24,16 @@ from accelerate.utils import DummyOptim, DummyScheduler
 from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ds4d.accelerate import Accelerator, lazily
+
+from transformers import (  # isort: skip  (after ds4d, as the README says)
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from accelerate.utils import gather_object  # isort: skip  (ds4d's, once it is imported)
 
@@ -480,6 +487,7 @@ def generated_text_is_that_of_one_process(dp):
     expected = plain.generate(prompt, **options)
     prepared.eval()
     assert prepared.generate(prompt, **options).tolist() == expected.tolist()
+    assert model.generate(prompt, **options).tolist() == expected.tolist(), "the unwrapped one"
     if json.loads(Path("ds4d.json").read_text())["ds4d"].get("pipeline"):
         with raises(ValueError, "num_beams 2", "1f1b"):
             prepared.generate(prompt, num_beams=2, **options)
@@ -507,6 +515,212 @@ def operations_are_over_the_ranks_of_dp(dp):
     assert accelerator.check_trigger() and not accelerator.check_trigger()
     assert accelerator.is_main_process == (dist.get_rank() == 0)
     assert accelerator.is_last_process == (dist.get_rank() == last)
+
+
+@case
+def labels_that_the_script_changes_in_the_batch(dp):
+    """Put in their place, written into, or made where the collator has none."""
+
+    def replaced(batch):
+        batch["labels"] = torch.where(batch["labels"] < 30, IGNORE, batch["labels"])
+
+    def written(batch):
+        batch["labels"][batch["labels"] < 30] = IGNORE
+
+    def added(batch):
+        labels = batch["input_ids"].clone()
+        batch["labels"] = torch.where(labels < 30, IGNORE, labels)
+
+    for change in (replaced, written, added):
+        samples, model = Samples(8, low=9, high=10), make_model()
+        plain = copy.deepcopy(model)
+        accelerator = Accelerator()
+
+        def collated(rows, change=change):
+            batch = collate(rows)
+            return {k: v for k, v in batch.items() if change is not added or k != "labels"}
+
+        loader = DataLoader(samples, batch_size=2, collate_fn=collated)
+        prepared, opt, loader = accelerator.prepare(model, sgd(model), loader)
+        theirs = sgd(plain)
+        for batch, rows in zip(loader, groups_of(8, 2 * dp)):
+            change(batch)
+            loss = prepared(**inputs_of(batch)).loss
+            accelerator.backward(loss)
+            opt.step()
+            whole = collate([samples[i] for i in rows])
+            change(whole)
+            expected = plain(**inputs_of(whole)).loss
+            expected.backward()
+            theirs.step()
+            theirs.zero_grad()
+            close(loss, expected)
+
+
+@case
+def a_model_that_was_left_in_eval_mode(dp):
+    samples, model = Samples(8), make_model().eval()
+    plain = copy.deepcopy(model)
+    plain_steps(plain, sgd(plain), samples, groups_of(8, 2 * dp))
+    accelerator = Accelerator()
+    loader = DataLoader(samples, batch_size=2, collate_fn=collate)
+    prepared, opt, loader = accelerator.prepare(model, sgd(model), loader)
+    if accelerator._these.mesh.parallel.pp > 1:
+        with raises(RuntimeError, "model.train()"):
+            train(accelerator, prepared, opt, loader)
+        return
+    train(accelerator, prepared, opt, loader)
+    same_weights(accelerator, prepared, plain)
+
+
+@case
+def several_losses_go_back_together(dp):
+    samples, model = Samples(8, low=9, high=10), make_model()
+    accelerator = Accelerator()
+    loader = DataLoader(samples, batch_size=2, collate_fn=collate)
+    plain = copy.deepcopy(model)
+    theirs = sgd(plain, lr=0.05)
+    prepared, opt, loader = accelerator.prepare(model, sgd(model, lr=0.05), loader)
+    pipelined = accelerator._these.mesh.parallel.pp > 1
+    for batch, rows in zip(loader, groups_of(8, 2 * dp)):
+        ids = torch.stack([samples.tokens[i] for i in rows])
+        one = prepared(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+        turned = batch["input_ids"].flip(1)
+        if pipelined:
+            with raises(RuntimeError, "model.eval()"):
+                prepared(input_ids=turned, labels=turned)
+            return
+        other = prepared(input_ids=turned, labels=turned).loss
+        accelerator.backward(one + other)
+        opt.step()
+        (plain(ids, labels=ids).loss + plain(ids.flip(1), labels=ids.flip(1)).loss).backward()
+        theirs.step()
+        theirs.zero_grad()
+    same_weights(accelerator, prepared, plain)
+
+
+# -- the Trainer ----------------------------------------------------------------------------------
+
+
+def _trainer(model, samples, *, batch=2, evaluation=None, content=None, **options):
+    optimizers = options.pop("optimizers", (None, None))
+    content = json.loads(Path("ds4d.json").read_text()) | (content or {})
+    arguments = TrainingArguments(
+        "trainer", per_device_train_batch_size=batch, per_device_eval_batch_size=4,
+        max_grad_norm=0.0, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True,
+        train_sampling_strategy="sequential", deepspeed=content, use_cpu=True,
+        remove_unused_columns=False,
+        **{"max_steps": len(samples) // (batch * PLACE["dp"]), **options},
+    )  # fmt: skip
+    return Trainer(
+        model, arguments, train_dataset=samples, eval_dataset=evaluation,
+        data_collator=_without_ids, optimizers=optimizers,
+    )  # fmt: skip
+
+
+PLACE = {"dp": 1}
+
+
+def _without_ids(samples):
+    return {k: v for k, v in collate(samples).items() if k != "id"}
+
+
+def _logged(trainer, key):
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+@case
+def the_trainer_with_an_optimizer_of_the_users(dp):
+    PLACE["dp"] = dp
+    samples, model = Samples(8), make_model()
+    plain = copy.deepcopy(model)
+    theirs = sgd(plain)
+    schedule = LambdaLR(theirs, lambda step: 0.5**step)
+    rates, losses = [], []
+    for rows in groups_of(8, 2 * dp):
+        rates.append(theirs.param_groups[0]["lr"])
+        losses += plain_steps(plain, theirs, samples, [rows])
+        schedule.step()
+    optimizer = sgd(model)
+    own = (optimizer, LambdaLR(optimizer, lambda step: 0.5**step))
+    trainer = _trainer(model, samples, optimizers=own)
+    trainer.train()
+    close(_logged(trainer, "learning_rate"), rates)
+    close(_logged(trainer, "loss"), losses)
+    same_weights(trainer.accelerator, trainer.model_wrapped, plain)
+
+
+@case
+def the_trainers_label_smoothing(dp):
+    """A loss of the script's on logits, over the targets of all ranks."""
+    PLACE["dp"] = dp
+    samples, model = Samples(8), make_model()
+    optimizer = sgd(model)
+    if json.loads(Path("ds4d.json").read_text())["ds4d"]["parallel"].get("pp", 1) > 1:
+        trainer = _trainer(model, samples, label_smoothing_factor=0.1, optimizers=(optimizer, None))
+        with raises(ValueError, "ds4d.parallel.pp"):
+            trainer.train()
+        return
+    plain, losses = copy.deepcopy(model), []
+    theirs = sgd(plain)
+    for rows in groups_of(8, 2 * dp):
+        total, count = 0.0, 0
+        for tokens in (samples.tokens[i] for i in rows):
+            logits = plain(tokens[None]).logits[0, :-1]
+            total = total + F.cross_entropy(
+                logits, tokens[1:], reduction="sum", label_smoothing=0.1
+            )
+            count += len(tokens) - 1
+        (total / count).backward()
+        theirs.step()
+        theirs.zero_grad()
+        losses.append(float(total / count))
+    own = (optimizer, LambdaLR(optimizer, lambda step: 1.0))
+    trainer = _trainer(model, samples, label_smoothing_factor=0.1, optimizers=own)
+    trainer.train()
+    close(_logged(trainer, "loss"), losses)
+
+
+@case
+def the_trainer_evaluates_before_it_trains(dp):
+    PLACE["dp"] = dp
+    samples, model, held = Samples(8), make_model(), Samples(10)
+    plain = copy.deepcopy(model)
+    with torch.no_grad():
+        means = []
+        for rows in groups_of(10, 4 * dp):
+            total, count = token_losses(plain, [held.tokens[i] for i in rows])
+            means += [float(total / count)] * len(rows)
+    optimizer = sgd(model)
+    own = (optimizer, LambdaLR(optimizer, lambda step: 1.0))
+    trainer = _trainer(model, samples, evaluation=held, optimizers=own)
+    close(trainer.evaluate()["eval_loss"], sum(means) / len(means))
+    reference = plain_steps(plain, sgd(plain), samples, groups_of(8, 2 * dp))
+    trainer.train()
+    close(_logged(trainer, "loss"), reference)
+    same_weights(trainer.accelerator, trainer.model_wrapped, plain)
+
+
+@case
+def the_trainer_fills_in_a_schedule_of_the_file(dp):
+    PLACE["dp"] = dp
+    samples, model = Samples(12 * dp), make_model()
+    content = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "total_num_steps": "auto", "warmup_num_steps": "auto", "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto", "warmup_type": "linear",
+            },
+        },
+    }  # fmt: skip
+    trainer = _trainer(model, samples, content=content, learning_rate=1e-2, warmup_steps=2)
+    trainer.train()
+    params = content["scheduler"]["params"] | {
+        "total_num_steps": 6, "warmup_num_steps": 2, "warmup_max_lr": 1e-2, "warmup_min_lr": 0
+    }  # fmt: skip
+    close(_logged(trainer, "learning_rate"), _rates_of_deepspeed(params, steps=6))
 
 
 # -- optimizers and schedules ---------------------------------------------------------------------
@@ -578,16 +792,46 @@ def optimizer_and_schedule_of_the_file(dp):
         return DummyScheduler(optimizer, total_num_steps=12 * dp, warmup_num_steps=4)
 
     rates = _learning_rates(accelerator, schedule, dp, dummy=True)
-    optimizer, expected = sgd(make_model()), []
     params = content["scheduler"]["params"] | {
         "total_num_steps": 12, "warmup_num_steps": 4, "warmup_max_lr": 1e-2
     }  # fmt: skip
-    alone = WarmupDecayLR(optimizer, **params)
-    for _ in range(12):
-        expected.append(optimizer.param_groups[0]["lr"])
-        alone.step()
-    assert max(expected) == 1e-2
-    close(rates, expected)
+    close(rates, _rates_of_deepspeed(params, steps=12))
+
+
+def _rates_of_deepspeed(params, *, steps):
+    optimizer, rates = sgd(make_model()), []
+    schedule = WarmupDecayLR(optimizer, **params)
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        schedule.step()
+    assert max(rates) == params["warmup_max_lr"]
+    return rates
+
+
+@case
+def parameters_that_the_optimizer_has_not(dp):
+    """Stay as they are, are saved, and their gradients are in the norm."""
+    samples, model = Samples(8), make_model()
+    plain = copy.deepcopy(model)
+    theirs = torch.optim.SGD(plain.model.layers[3].parameters(), lr=0.1)
+    norms = []
+    for rows in groups_of(8, 2 * dp):
+        total, count = token_losses(plain, [samples.tokens[i] for i in rows])
+        (total / count).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+        theirs.step()
+        plain.zero_grad()
+    accelerator = Accelerator()
+    loader = DataLoader(samples, batch_size=2, collate_fn=collate)
+    optimizer = torch.optim.SGD(model.model.layers[3].parameters(), lr=0.1)
+    prepared, opt, loader = accelerator.prepare(model, optimizer, loader)
+    mine = []
+    for batch in loader:
+        accelerator.backward(prepared(**inputs_of(batch)).loss)
+        mine.append(accelerator.clip_grad_norm_(prepared.parameters(), 0.5))
+        opt.step()
+    close(torch.stack(mine), torch.stack(norms))
+    same_weights(accelerator, prepared, plain)
 
 
 @case
@@ -700,6 +944,14 @@ def what_cannot_be_right_is_refused_by_name(dp):
     accelerator = Accelerator()
     with raises(ValueError, "PEFT"):
         accelerator.prepare(torch.nn.Linear(2, 2))
+    changed = make_model()
+    changed.model.layers[2].register_forward_hook(lambda *_: None)
+    with raises(ValueError, "forward hook", "model.layers.2"):
+        accelerator.prepare(changed)
+    shorter = make_model()
+    shorter.model.layers = shorter.model.layers[:2]
+    with raises(ValueError, "not that of its config"):
+        accelerator.prepare(shorter)
     model = make_model()
 
     class Matrixwise(torch.optim.Optimizer):
@@ -725,6 +977,12 @@ def what_cannot_be_right_is_refused_by_name(dp):
     with raises(RuntimeError, "gradient_accumulation_steps"):
         accelerator.backward(loss)
     optimizer.step()
+    with raises(ValueError, "accelerator.clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_(prepared.parameters(), 1.0)
+    if accelerator._these.mesh.parallel.pp == 1:
+        prepared(**inputs_of(batch)).loss.detach()
+        with raises(RuntimeError, "without accelerator.backward"):
+            optimizer.step()
     with raises(ValueError, "norm_type"):
         accelerator.clip_grad_norm_(prepared.parameters(), 1.0, norm_type=1)
 

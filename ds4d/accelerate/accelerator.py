@@ -58,6 +58,12 @@ SCHEDULES_NOTE = (
 )
 
 
+WITHOUT_BACKWARD = (
+    "ds4d.accelerate: optimizer.step() after model(**batch) without accelerator.backward(loss); "
+    "loss.backward() alone does not reach the engine"
+)
+
+
 class Accelerator(Operations, States, accelerate.Accelerator):
     """As Accelerate's, and:
 
@@ -90,13 +96,14 @@ class Accelerator(Operations, States, accelerate.Accelerator):
             raise ValueError("parallelism_config: the file's ds4d.parallel says what is parallel")
         file = ScriptFile.find(config or getattr(deepspeed_plugin, "hf_ds_config", None))
         self._these: Processes = begin(file, **_timeout(kwargs.get("kwargs_handlers")))
+        trainers = deepspeed_plugin
         if AcceleratorState._shared_state:  # another Accelerator has told it
             deepspeed_plugin = None
         elif deepspeed_plugin is None:
             deepspeed_plugin = DeepSpeedPlugin(
                 hf_ds_config=file.content_for_accelerate, zero3_init_flag=False
             )
-        self._file = file
+        self._file, self._filled = file, None if trainers is None else trainers.hf_ds_config
         self._schedules_count = schedules_count
         # Whoever hands over a plugin divides by its own count, as the Trainer does.
         self._divides = gradient_accumulation_plugin is None
@@ -115,6 +122,7 @@ class Accelerator(Operations, States, accelerate.Accelerator):
         self._sharing = Sharing(sharing, world, mesh.coordinate.dp, mesh.parallel.dp)
         self._randomness = DataRandomness(world)
         self._asked_steps = self.gradient_state.num_steps
+        self.trainers_factor = 1  # what the Trainer multiplies losses by: ``patches.py``
         self._forget()
 
     def _forget(self) -> None:
@@ -178,7 +186,8 @@ class Accelerator(Operations, States, accelerate.Accelerator):
             )
         prepared = ScriptModel(model, self._begin, self._dataloaders)
         self._models.append(prepared)
-        install_on(model, self._begin_if_any)
+        prepared.trainers_factor = self.trainers_factor
+        install_on(model, self._begin_if_any, prepared.generate)
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
@@ -285,6 +294,8 @@ class Accelerator(Operations, States, accelerate.Accelerator):
         if not self._models:
             raise RuntimeError("ds4d.accelerate: no model was handed to prepare()")
         mesh, module = self._these.mesh, self._models[0].module
+        if self._filled is not None:  # by the Trainer, which knows its steps only now
+            self._file = replace(ScriptFile.find(self._filled), name=self._file.name)
         if "scheduler" in self._file.content and self._given_scheduler is None:
             if self._given_optimizer is not None:
                 raise ValueError(
@@ -313,6 +324,12 @@ class Accelerator(Operations, States, accelerate.Accelerator):
         mesh = replace(mesh, parallel=run.parallel)  # sequence parallelism is settled now
         for note in run.notes:
             self._note(f"note: {note}")
+        loaded = str(module.dtype).removeprefix("torch.")
+        if loaded in ("bfloat16", "float16") and run.precision.param_dtype == "fp32":
+            self._note(
+                f"note: the model was loaded in {loaded} and is trained in fp32, for the file "
+                "enables neither bf16 nor fp16"
+            )
         if has_dropout(module, self._original.config):
             seed_everything(same_seed(self._sharing.world), mesh.dropout_rank)
         learns = self._given_optimizer is not None
@@ -373,7 +390,8 @@ class Accelerator(Operations, States, accelerate.Accelerator):
         engine, call = run.engine_for_training(), model.open
         if call is None:
             raise RuntimeError(
-                "ds4d.accelerate: backward() of a loss that is not of the last model(**batch)"
+                "ds4d.accelerate: backward() of a loss that is not of the last model(**batch), or "
+                "of one in evaluation: call model.train() before"
             )
         if self._due:
             raise RuntimeError(
@@ -407,7 +425,9 @@ class Accelerator(Operations, States, accelerate.Accelerator):
 
     def _step_is_due(self) -> bool:
         if self._run is not None and self._run.engine is not None and not self._due:
-            if not self._accumulating and self._steps() > 1 and self._backwards:
+            if (call := self._models[0].open) is not None and call.training:
+                raise RuntimeError(WITHOUT_BACKWARD)
+            if not self._accumulating and self._divides and self._steps() > 1:
                 self._note(
                     f"note: optimizer.step() steps once in {self._steps()} batches "
                     "(gradient_accumulation_steps)"

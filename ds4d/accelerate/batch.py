@@ -29,14 +29,14 @@ NOT_GIVEN = ("output_hidden_states", "output_attentions", "logits_to_keep", "inp
 COUNT_BY_MASK = ("opt", "biogpt")
 
 
-def micro_batch(inputs: Mapping[str, Tensor], *, model_type: str, real_rows: int) -> MicroBatch:
+def micro_batch(inputs: Mapping[str, Tensor], *, model_type: str, counts: bool) -> MicroBatch:
     """The whole sequences, on the CPU.
 
     Args:
         inputs: ``input_ids`` [B, S], and of ``attention_mask``, ``position_ids``, ``labels`` (as
             Hugging Face has them, not shifted) and ``shift_labels`` (shifted), each [B, S], what
             the script gives; on the CPU.
-        real_rows: rows from here on only fill the batch of the last ranks, and are not counted.
+        counts: false: other ranks have these samples, too, and count them.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -63,7 +63,8 @@ def micro_batch(inputs: Mapping[str, Tensor], *, model_type: str, real_rows: int
         documents = Documents.from_ids(torch.where(real, 0, PADDING), positions)
         documents = replace(documents, blind_padding=not bool(real[:, 0].all()))
     targets = _targets(ids, inputs)
-    targets[real_rows:] = IGNORE
+    if not counts:
+        targets.fill_(IGNORE)
     return MicroBatch(ids, targets, positions, documents, real=real)
 
 

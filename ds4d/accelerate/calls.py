@@ -28,8 +28,8 @@ class Work:
     Attributes:
         micro_batches: this rank's parts, on the CPU.
         counts: valid targets of each over all ranks; None: not counted yet.
-        sums: of token losses of each over all ranks; None: not computed yet.
-        factors: what the script has multiplied losses by, of a pipeline.
+        sums: of token losses of each over all ranks, of a pipeline; None: not computed yet.
+        factors: what the script has multiplied these losses by.
     """
 
     micro_batches: list[MicroBatch]
@@ -45,12 +45,14 @@ class Call:
     index: of the batch in it.
     keys: from which of the loader's tensors the arguments are.
     own: the script has made some of its tensors itself.
+    training: the model is in train mode.
     """
 
     window: Window
     index: int
     keys: Keys
     own: bool
+    training: bool
 
     @property
     def last(self) -> bool:
@@ -62,7 +64,9 @@ class Call:
         return {argument: host[key] for argument, key in self.keys}
 
 
-def recognise(inputs: Mapping[str, Any], loaders: Iterable[ScriptLoader]) -> Call:
+def recognise(
+    inputs: Mapping[str, Any], loaders: Iterable[ScriptLoader], *, training: bool
+) -> Call:
     """Args:
     inputs: keyword arguments of the call.
 
@@ -77,16 +81,15 @@ def recognise(inputs: Mapping[str, Any], loaders: Iterable[ScriptLoader]) -> Cal
             continue
         for index, item in enumerate(loader.current.items):
             if (keys := _keys(given, item)) is not None:
-                return Call(loader.current, index, keys, own=False)
+                return Call(loader.current, index, keys, own=False, training=training)
     host = {name: x.detach().cpu() for name, x in given.items()}
     item = Item(host, None, Share(_real_rows(given[IDS], loaders), None))
-    return Call(Window([item], last=False), 0, tuple((n, n) for n in host), own=True)
+    keys = tuple((name, name) for name in host)
+    return Call(Window([item], last=False), 0, keys, own=True, training=training)
 
 
 def _keys(given: Mapping[str, Tensor], item: Item) -> Keys | None:
-    if not isinstance(item.batch, Mapping):
-        return None
-    names = {id(x): key for key, x in item.batch.items() if isinstance(x, Tensor)}
+    names = {id(x): key for key, (x, version) in item.given.items() if x._version == version}
     found = {argument: names.get(id(x)) for argument, x in given.items()}
     return None if None in found.values() else tuple(found.items())
 
@@ -96,6 +99,6 @@ def _real_rows(ids: Tensor, loaders: Iterable[ScriptLoader]) -> int:
     for loader in loaders:
         if loader.current is not None:
             for item in loader.current.items:
-                if isinstance(item.batch, Mapping) and item.batch.get(IDS) is ids:
-                    return item.share.real
+                if any(x is ids for x, _ in item.given.values()) and not item.share.real:
+                    return 0
     return len(ids)

@@ -1,9 +1,9 @@
 """How a script's own DataLoader is dealt to the ranks of dp.
 
 A group is what all ranks of dp read at once: a batch each, in the order of the one process that
-would read batches of dp times the size. The last group may be short. It is dealt evenly, and filled
-up with samples that are there already, so that all ranks have equal shapes; how many are real goes
-along, and the rest is counted nowhere.
+would read batches of dp times the size. The last group may be short. It is dealt evenly; a rank
+for which nothing is left gets a sample that others have, too, and that is counted nowhere, for all
+ranks must go through the model alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Share(NamedTuple):
     """Of one rank in a group.
 
     Attributes:
-        real: samples of the batch here that are real; the first ones.
+        real: samples of the batch here; 0: it has one that others have, too.
         group: real samples of the whole group; None: it is not the last, all are.
     """
 
@@ -75,10 +75,8 @@ class _Deal:
     def of_group(self, samples: Sequence[Any], *, last: bool) -> tuple[list[Any], Share]:
         """This rank's of the samples of a group."""
         rows = math.ceil(len(samples) / self.size)
-        start = rows * self.rank
-        real = max(0, min(rows, len(samples) - start))
-        mine = [samples[i % len(samples)] for i in range(start, start + rows)]
-        return mine, Share(real, len(samples) if last else None)
+        mine = list(samples[rows * self.rank : rows * (self.rank + 1)])
+        return mine or [samples[0]], Share(len(mine), len(samples) if last else None)
 
     def groups(self, batches: Iterable[Sequence[Any]], drop_last: bool) -> Iterator[tuple]:
         """(this rank's samples, Share) of each group."""

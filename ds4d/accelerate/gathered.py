@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -105,7 +106,10 @@ def whole_tensors(
     for name in sorted(every):
         shape, kind = every[name]
         found = torch.empty(shape, dtype=kind) if rank == 0 else None
-        for box, sender in sorted(senders.get(name, {}).items()):
+        boxes = senders.get(name, {})
+        if sum(prod(sizes) for _, _, sizes in boxes) < prod(shape):
+            raise RuntimeError(f"{name}: no rank has all of its {list(shape)}")
+        for box, sender in sorted(boxes.items()):
             _move(box, sender, mine.get(box), kind, found)
         if found is not None:
             change = dtype is not None and found.is_floating_point()

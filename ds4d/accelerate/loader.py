@@ -37,12 +37,19 @@ class Item:
     Attributes:
         host: as the loader gave it, on the CPU.
         batch: what the script gets.
-        share: which rows of it are real.
+        share: how many samples of it are real.
+        given: the tensors of ``batch`` as the script got them: by key, with their versions, for it
+            may put others in their place or write into them.
     """
 
     host: Any
     batch: Any
     share: Share
+    given: dict[str, tuple[torch.Tensor, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        named = self.batch.items() if isinstance(self.batch, Mapping) else ()
+        self.given = {k: (x, x._version) for k, x in named if isinstance(x, torch.Tensor)}
 
 
 @dataclass(eq=False)
@@ -219,9 +226,10 @@ class ScriptLoader(DataLoaderStateMixin):
             self.gradient_state._remove_dataloader(self)
 
     def _remainder(self, item: Item) -> int:
-        """As Accelerate has it: real samples of the last group, 0: all of it are."""
-        rows = find_batch_size(item.host)
-        whole = None if rows is None else rows * self._sharing.dp_size
+        """As Accelerate has it: samples of the last group, 0: it is full."""
+        whole = self.total_batch_size
+        if whole is None:
+            whole = (find_batch_size(item.host) or 0) * self._sharing.dp_size
         return 0 if item.share.group in (None, whole) else item.share.group
 
     def _windows(self) -> Iterator[Window]:

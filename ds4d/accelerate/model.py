@@ -63,6 +63,7 @@ class ScriptModel(nn.Module):
         self._begin, self._loaders = begin, loaders
         self._parameters_of_call = inspect.signature(type(module).forward).parameters
         self.open: Call | None = None  # the last call in training
+        self.trainers_factor = 1  # see ``_learned``
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -86,12 +87,18 @@ class ScriptModel(nn.Module):
         """
         run = self._begin()
         inputs = self._named(args, kwargs)
-        call = recognise(inputs, self._loaders)
-        learns = torch.is_grad_enabled() and self.module.training
+        training = self.module.training
+        call = recognise(inputs, self._loaders, training=training)
+        # scripts that never call model.train() learn all the same; a pipeline has to know
+        may_learn = run.config.parallel.pp == 1 and run.engine is not None
+        learns = torch.is_grad_enabled() and (training or may_learn)
         run.set_training(self.module.training)
         has_labels = any(inputs.get(name) is not None for name in (LABELS, SHIFTED))
+        of_window = inputs.get("num_items_in_batch") is not None
         if not learns:
             loss = self._judged(run, call) if has_labels else None
+            if of_window and loss is not None:
+                loss = loss / self.trainers_factor
             return Output(loss, lambda: self._looked_at(run, call))
         if not has_labels:
             if run.config.parallel.pp > 1:
@@ -99,7 +106,6 @@ class ScriptModel(nn.Module):
             self.open = call
             logits = self._logits(run, call)
             return Output(None, lambda: logits)
-        of_window = inputs.get("num_items_in_batch") is not None
         loss = self._learned(run, call, of_window=of_window)
         return Output(loss, lambda: self._shown(run, call))
 
@@ -127,7 +133,7 @@ class ScriptModel(nn.Module):
         batch = micro_batch(
             call.tensors(index),
             model_type=self.module.config.model_type,
-            real_rows=call.window.items[index].share.real,
+            counts=call.window.items[index].share.real > 0,
         )
         if batch.documents is not None and bool((batch.documents.ids[:, 0] < 0).any()):
             if reason := supports(self.module.config, documents=True):
@@ -145,12 +151,15 @@ class ScriptModel(nn.Module):
             work.counts = engine.count(work.micro_batches)
         tokens = work.counts.sum()
         scale = engine.mean_scale(tokens)
-        share = 1 if of_window else len(work.micro_batches)
+        # the Trainer multiplies a loss over the targets of the step by the number of devices
+        share = 1 / self.trainers_factor if of_window else len(work.micro_batches)
         targets = (tokens if of_window else work.counts[call.index]).clamp(min=1)
+        if of_window:
+            targets = targets * self.trainers_factor
         self.open = call
         if run.config.parallel.pp > 1:
             self._run_ahead(run, work, scale)
-            run.pending, run.pending_share = len(work.micro_batches), share
+            run.pending_share = share
             whole = work.sums[call.index] / targets
             return Recorded.apply(anchor(run.device), whole, work.factors)
         part = engine.forward(work.micro_batches[call.index], scale)
@@ -160,15 +169,15 @@ class ScriptModel(nn.Module):
 
     def _run_ahead(self, run: ScriptRun, work: Work, scale: Tensor) -> None:
         """The schedule of the window, when its first micro-batch is asked for."""
-        if work.sums is not None:
+        if run.pending is work:
             return
-        if run.factors:
+        if run.pending is not None:
             raise RuntimeError(
                 "ds4d.accelerate: the model was called in training for another step before "
                 "optimizer.step(); under a pipeline a call has run backward, too. To look at a "
                 "loss use model.eval() or torch.no_grad()"
             )
-        run.factors = work.factors
+        run.pending, work.factors = work, []
         work.sums = run.engine_for_training().run_schedule(work.micro_batches, scale)
         run.engine.sum_losses(work.sums)
 
@@ -239,7 +248,7 @@ class ScriptModel(nn.Module):
             raise ValueError(BEAMS.format(schedule=schedule, beams=beams))
         run.set_training(False)
         with run.generating():
-            return self.module.generate(*args, **kwargs)
+            return type(self.module).generate(self.module, *args, **kwargs)
 
     def save_checkpoint(self, folder: str, tag: str | None = None, **_: Any) -> None:
         """A ds4d checkpoint in ``folder``. Collective: the world."""

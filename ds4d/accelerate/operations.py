@@ -25,7 +25,8 @@ class Operations:
         return self._these.mesh.group("dp")
 
     def gather(self, tensor: Any) -> Any:
-        return tensors.gather(tensor, self._dp)
+        """In the last batch of a loader ranks may have different numbers of rows."""
+        return tensors.gather(tensor, self._dp, uneven=self.gradient_state.end_of_dataloader)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Without what only fills the last batch up."""

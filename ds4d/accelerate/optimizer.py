@@ -32,6 +32,7 @@ ELEMENTWISE = (
     "ASGD", "Rprop",
 )  # fmt: skip
 Group = dict[str, Any]
+REST = "not in the script's optimizer"
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,15 @@ class ScriptOptimizer:
         for number, group in enumerate(self.optimizer.param_groups):
             group["params"] = self.names.learning(group["params"], here)
             group["name"] = group.get("name", f"group_{number}")
-        return list(self.optimizer.param_groups)
+        return [*self.optimizer.param_groups, self._rest(here)]
+
+    def _rest(self, here: list[tuple[str, nn.Parameter]]) -> Group:
+        """What the script has left out: it learns nothing, but its gradients are in the norm."""
+        taken = {p for group in self.optimizer.param_groups for p in group["params"]}
+        left = [p for _, p in here if p.requires_grad and p not in taken]
+        still = {"lr": 0.0, "weight_decay": 0.0}
+        known = {k: v for k, v in still.items() if k in self.optimizer.defaults}
+        return {**self.optimizer.defaults, **known, "params": left, "name": REST}
 
     def make(self, groups: list[Group]) -> Optimizer:
         stepped = copy.copy(self.optimizer)

@@ -20,6 +20,7 @@ import accelerate
 import torch
 import transformers.trainer
 from accelerate import PartialState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DeepSpeedPlugin, operations
 from transformers import TrainingArguments
 from transformers.integrations import deepspeed as hf_deepspeed
@@ -27,6 +28,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from ds4d.accelerate import tensors
 from ds4d.accelerate.accelerator import Accelerator, skip_first_batches
 from ds4d.accelerate.model import ScriptModel
+from ds4d.accelerate.optimizer import PreparedOptimizer
 from ds4d.accelerate.processes import begin, processes
 from ds4d.accelerate.settings import ScriptFile
 from ds4d.checkpoint.find import list_checkpoints
@@ -56,13 +58,16 @@ def apply() -> None:
         _wrap(operations, name, _over_dp(ours))
         setattr(accelerate.utils, name, getattr(operations, name))
     _wrap(PartialState, "split_between_processes", _split_among_dp)
+    _wrap(torch.nn.utils.clip_grad, "clip_grad_norm_", _refuse_ours)
+    torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_
     trainer = transformers.trainer
     _wrap(hf_deepspeed.HfTrainerDeepSpeedConfig, "__init__", _config_without_scripts_part)
     _wrap(TrainingArguments, "__post_init__", _prepared_arguments)
     TrainingArguments._setup_devices = _devices(TrainingArguments.__dict__["_setup_devices"])
     trainer.Accelerator = _make_accelerator
     trainer.skip_first_batches = skip_first_batches
-    _wrap(trainer, "deepspeed_init", _init_for_evaluation)
+    _wrap(trainer, "deepspeed_init", _init_with_ours)
+    _wrap(trainer.Trainer, "create_accelerator_and_postprocess", _accelerator_of_the_trainer)
     _wrap(trainer, "deepspeed_load_checkpoint", _load_ours)
     _wrap(trainer.Trainer, "save_model", _save_ours)
     _wrap(trainer.Trainer, "_wrap_model", _wrapped_as_prepared)
@@ -78,11 +83,27 @@ def _wrap(owner: Any, name: str, around: Any) -> None:
     setattr(owner, name, wrapped)
 
 
+# -- torch ---------------------------------------------------------------------------------------
+
+
+def _refuse_ours(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gradients are the engine's, and ``grad`` of a parameter is empty or in part."""
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(getattr(p, "ds4d_owned", False) for p in parameters):
+        raise ValueError(
+            "ds4d.accelerate: torch's clip_grad_norm_ does not see the gradients of all ranks; "
+            "call accelerator.clip_grad_norm_(parameters, max_norm)"
+        )
+    return original(parameters, *args, **kwargs)
+
+
 # -- accelerate's functions ------------------------------------------------------------------------
 
 # What accelerate.utils has beside the Accelerator's methods, for scripts that call it there.
 OVER_DP: dict[str, Callable[..., Any]] = {
-    "gather": tensors.gather,
+    "gather": lambda x, group: tensors.gather(
+        x, group, uneven=GradientState().end_of_dataloader
+    ),
     "gather_object": tensors.gather_objects,
     "reduce": lambda x, group, reduction="mean", scale=1.0: tensors.reduce(x, group, reduction),
     "pad_across_processes": lambda x, group, dim=0, pad_index=0, pad_first=False: tensors.pad(
@@ -132,11 +153,9 @@ def _prepared_arguments(original: Any, self: TrainingArguments) -> None:
         original(self)
         return
     begin(ScriptFile.find(named), timeout_seconds=float(self.ddp_timeout))
-    self.use_cpu = False  # else transformers drops DeepSpeed, and with it the layout
+    self.use_cpu = processes().device.type == "cpu"
     original(self)
     hf_deepspeed.unset_hf_deepspeed_config()  # or from_pretrained would cut models over the world
-    # The loss is that of all ranks already, and the same on each.
-    self.average_tokens_across_devices = False
 
 
 def _devices(original: Any) -> functools.cached_property:
@@ -145,6 +164,7 @@ def _devices(original: Any) -> functools.cached_property:
     def setup(self: TrainingArguments) -> torch.device:
         if not self.deepspeed:
             return original.func(self)
+        AcceleratorState._reset_state(reset_partial_state=True)  # as transformers does
         these = begin(ScriptFile.find(self.deepspeed))
         self.accelerator_config.pop("use_configured_state", None)
         self.distributed_state, self._n_gpu = PartialState(), 1
@@ -164,13 +184,31 @@ def _make_accelerator(**kwargs: Any) -> Any:
     return accelerate.Accelerator(**kwargs)
 
 
-def _init_for_evaluation(
+def _accelerator_of_the_trainer(original: Any, self: Any) -> None:
+    original(self)
+    if isinstance(self.accelerator, Accelerator) and self.args.average_tokens_across_devices:
+        self.accelerator.trainers_factor = self.accelerator.num_processes
+
+
+def _init_with_ours(
     original: Any, trainer: Any, *args: Any, inference: bool = False, **kw: Any
 ) -> Any:
-    """transformers evaluates under DeepSpeed with ZeRO-3 alone; here any layout does."""
-    if inference and isinstance(trainer.accelerator, Accelerator):
+    """transformers evaluates under DeepSpeed with ZeRO-3 alone, and forgets the optimizer that the
+    user has given the Trainer."""
+    if not isinstance(trainer.accelerator, Accelerator):
+        return original(trainer, *args, inference=inference, **kw)
+    if inference:
         return None, None
-    return original(trainer, *args, inference=inference, **kw)
+    given, schedule = trainer.optimizer, trainer.lr_scheduler
+    if given is None or isinstance(given, PreparedOptimizer):
+        return original(trainer, *args, **kw)
+    if "optimizer" in trainer.accelerator._file.content:
+        raise ValueError(
+            "ds4d.accelerate: the Trainer was given an optimizer, and the file has one: take one "
+            "of them away"
+        )
+    original(trainer, *args, **kw)
+    return given, schedule
 
 
 def _load_ours(original: Any, engine: Any, path: str, load_module_strict: bool = True) -> None:
@@ -201,4 +239,6 @@ def _wrapped_as_prepared(original: Any, self: Any, model: Any, *args: Any, **kwa
         for prepared in self.accelerator._models:
             if prepared.module is model:
                 return prepared
+        if isinstance(model, ScriptModel) and model not in self.accelerator._models:
+            return model.module  # of an evaluation; it is prepared anew
     return original(self, model, *args, **kwargs)

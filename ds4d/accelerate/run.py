@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from ds4d.accelerate.calls import Work
 from ds4d.accelerate.gathered import meet, whole_tensors
 from ds4d.accelerate.lazy import InFiles, source_of
 from ds4d.accelerate.takeover import Given, Original, take_over
@@ -84,9 +85,8 @@ class ScriptRun:
         self.steps = 0  # taken, skipped ones included
         self.schedule: Any = None
         self._behind = False  # the schedule, by the last step
-        self.factors: list[Tensor] = []  # of a step whose schedule has run
-        self.pending = 1  # batches of that step
-        self.pending_share = 1  # of a loss in the step's: see ``ScriptModel._learned``
+        self.pending: Work | None = None  # of a step whose schedule has run
+        self.pending_share = 1.0  # of a loss in the step's: see ``ScriptModel._learned``
         self._ahead: Pipeline | None = None
         self._given: Given | InFiles | None = self._weights(module)
         if optimization is None:
@@ -94,6 +94,8 @@ class ScriptRun:
         else:
             self._create_engine(self._cut, optimization)
         module.ds4d_run = self
+        for parameter in module.parameters():
+            parameter.ds4d_owned = True
         if config.parallel.pp > 1:
             module.ds4d_stages.hide_others()
 
@@ -213,12 +215,12 @@ class ScriptRun:
         return self.stepped
 
     def _apply_factors(self, engine: Engine) -> None:
-        factors = torch.stack(self.factors).tolist() if self.factors else []
-        self.factors = []
-        if len(factors) != self.pending:
+        work, self.pending = self.pending, None
+        factors = torch.stack(work.factors).tolist() if work.factors else []
+        if len(factors) != len(work.micro_batches):
             raise RuntimeError(
                 f"ds4d.accelerate: accelerator.backward() was called {len(factors)} times for the "
-                f"{self.pending} batches of a step; once for each is meant"
+                f"{len(work.micro_batches)} batches of a step; once for each is meant"
             )
         if max(factors) - min(factors) > 1e-6 * max(map(abs, factors)):
             raise ValueError(UNEVEN.format(pp=self.config.parallel.pp, factors=factors))
@@ -239,7 +241,7 @@ class ScriptRun:
         of rank 0, empty elsewhere."""
         if self.is_whole_here:
             state = nn.Module.state_dict(self.module)
-            return {k: v.detach().cpu() for k, v in state.items()} if self.mesh.rank == 0 else {}
+            return {k: _on_host(v) for k, v in state.items()} if self.mesh.rank == 0 else {}
         meet(what, rank=self.mesh.rank, size=dist.get_world_size())
         kinds = ("weight/", "buffer/")
         held = {k: v for k, v in self._logical().items() if k.startswith(kinds)}
@@ -293,6 +295,11 @@ class ScriptRun:
             group.update(extra.get("groups", {}).get(group["name"], {}))
         self.steps, self._behind = extra["step"], False
         seek_schedule(self.schedule, extra["step"] - extra["optimizer"]["skipped_steps"])
+
+
+def _on_host(x: Tensor) -> Tensor:
+    """With memory of its own: DeepSpeed's parameters are views of one buffer."""
+    return x.detach().to("cpu", copy=True)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ds4d.accelerate.run import ScriptRun
+from ds4d.accelerate.run import ScriptRun, run_of
 from ds4d.model.meta import meta_model
 
 PART = (
@@ -20,8 +20,18 @@ PART = (
 )
 
 
-def install_on(model: PreTrainedModel, begin: Callable[[], ScriptRun | None]) -> None:
-    """From now on the model saves itself whole, from any layout."""
+LOADED_LATE = (
+    "ds4d.accelerate: load_state_dict() when the run has begun: each rank has a part of the model, "
+    "and the optimizer master weights; load before that, or with accelerator.load_state(folder)"
+)
+
+
+def install_on(
+    model: PreTrainedModel,
+    begin: Callable[[], ScriptRun | None],
+    generate: Callable[..., Any],
+) -> None:
+    """From now on the model saves itself whole, from any layout, and generates over all ranks."""
 
     def save_pretrained(
         folder: Any, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any
@@ -41,7 +51,13 @@ def install_on(model: PreTrainedModel, begin: Callable[[], ScriptRun | None]) ->
             raise RuntimeError(PART)
         return nn.Module.state_dict(model, *args, **kwargs)
 
+    def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+        if run_of(model) is not None:
+            raise RuntimeError(LOADED_LATE)
+        return nn.Module.load_state_dict(model, *args, **kwargs)
+
     model.save_pretrained, model.state_dict = save_pretrained, whole_state_dict
+    model.load_state_dict, model.generate = load_state_dict, generate
 
 
 def _write(

@@ -20,6 +20,7 @@ from ds4d import attention
 from ds4d.config.types import ModelConfig, RunConfig
 from ds4d.mesh import Mesh
 from ds4d.model.build import DTYPES, Stored, build_model
+from ds4d.model.meta import meta_model
 from ds4d.pipeline.stage import stage_cutter
 from ds4d.router_loss import asks_for_loss
 from ds4d.tensor_parallel.shard import Shard, part_of
@@ -27,7 +28,7 @@ from ds4d.tensor_parallel.shard import Shard, part_of
 # Of the script's object: what is not made anew.
 KEPT = (
     "generation_config", "name_or_path", "warnings_issued", "_weight_conversions",
-    "save_pretrained", "state_dict",
+    "save_pretrained", "state_dict", "load_state_dict", "generate",
 )  # fmt: skip
 
 
@@ -52,6 +53,7 @@ class Original:
     def of(cls, model: nn.Module) -> Original:
         """Raises: ValueError: ds4d does not train such models."""
         _refuse(model)
+        _refuse_changes(model)
         names = {p: name for name, p in model.named_parameters()}
         counts = {
             (trainable, plain): model.num_parameters(trainable, plain)
@@ -80,6 +82,42 @@ def _refuse(model: nn.Module) -> None:
             "ds4d.accelerate: output_router_logits is true, but the loss that balances experts is "
             "of the whole global batch, which a script's loop does not know: set it to false, or "
             "train by `ds4d train`, which has that loss"
+        )
+
+
+HOOKS = {
+    "_forward_hooks": "forward hook", "_forward_pre_hooks": "forward hook",
+    "_backward_hooks": "backward hook", "_backward_pre_hooks": "backward hook",
+}  # fmt: skip
+# transformers' own, with gradient checkpointing
+WITHOUT_EFFECT = ("make_inputs_require_grads",)
+CHANGED = (
+    "ds4d.accelerate: {what} was set on {where} before prepare(); the model's inside is built anew "
+    "for each rank, so it would be lost"
+)
+
+
+def _refuse_changes(model: PreTrainedModel) -> None:
+    """What was done to this object, and would not be done to the one that is built."""
+    for path, module in model.named_modules():
+        where = f"the model's {path}" if path else "the model"
+        for kind, name in HOOKS.items():
+            hooks = (getattr(module, kind, None) or {}).values()
+            if any(getattr(hook, "__name__", "") not in WITHOUT_EFFECT for hook in hooks):
+                raise ValueError(CHANGED.format(what=f"a {name}", where=where))
+        if "forward" in module.__dict__:
+            raise ValueError(CHANGED.format(what="another forward()", where=where))
+    if "_loss_function" in model.__dict__:
+        raise ValueError(CHANGED.format(what="another loss_function", where="the model"))
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(CHANGED.format(what="a gradient hook", where=name))
+    of_config = meta_model(model.config, dtype=model.dtype)
+    shapes = [{n: tuple(p.shape) for n, p in m.named_parameters()} for m in (model, of_config)]
+    if differing := sorted(dict(shapes[0].items() ^ shapes[1].items())):
+        raise ValueError(
+            "ds4d.accelerate: the model is not that of its config, by which ds4d builds it: "
+            f"{', '.join(differing[:3])} differ; change the config with it"
         )
 
 

@@ -22,16 +22,32 @@ def find_batch_size(batch: Any) -> int | None:
         return None
 
 
-def gather(data: Any, group: dist.ProcessGroup) -> Any:
-    """Each tensor of all ranks, one after the other along its first dim. Collective: ``group``."""
+def gather(data: Any, group: dist.ProcessGroup, *, uneven: bool = False) -> Any:
+    """Each tensor of all ranks, one after the other along its first dim. Collective: ``group``.
+
+    Args:
+        uneven: ranks may have different numbers of rows.
+    """
 
     def one(x: Tensor) -> Tensor:
         x = x[None] if x.dim() == 0 else x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(group.size())]
+        rows = [len(x)] * group.size()
+        if uneven:
+            rows = _all_of(len(x), x.device, group)
+            x = F.pad(x, (*(0, 0) * (x.dim() - 1), 0, max(rows) - len(x)))
+        parts = [torch.empty_like(x) for _ in rows]
         dist.all_gather(parts, x, group=group)
-        return torch.cat(parts)
+        return torch.cat([part[:count] for part, count in zip(parts, rows)])
 
     return recursively_apply(one, data, error_on_other_type=True)
+
+
+def _all_of(number: int, device: torch.device, group: dist.ProcessGroup) -> list[int]:
+    """Each rank's. Collective: ``group``."""
+    found = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    found[group.rank()] = number
+    dist.all_reduce(found, group=group)
+    return found.tolist()
 
 
 def gather_objects(data: list[Any], group: dist.ProcessGroup) -> list[Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
+from ds4d.accelerate import calls
 from ds4d.accelerate.batch import micro_batch, refused
-from ds4d.accelerate.calls import recognise
 from ds4d.accelerate.dealing import Share
 from ds4d.accelerate.loader import Item, Window
 from ds4d.accelerate.output import WITH_LABELS, Output, Shown, anchor
@@ -17,10 +19,8 @@ LABELS = torch.tensor([[5, 6, 7, 8], [9, 10, IGNORE, IGNORE]])
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
 
 
-def made(*, real_rows=2, model_type="llama", **inputs):
-    return micro_batch(
-        {"input_ids": IDS, **inputs}, model_type=model_type, real_rows=real_rows
-    )
+def made(*, counts=True, model_type="llama", **inputs):
+    return micro_batch({"input_ids": IDS, **inputs}, model_type=model_type, counts=counts)
 
 
 def test_labels_are_shifted():
@@ -31,9 +31,9 @@ def test_labels_are_shifted():
     assert made().targets.eq(IGNORE).all()
 
 
-def test_rows_that_fill_up_are_not_counted():
-    batch = made(labels=LABELS, real_rows=1)
-    assert batch.targets[1].eq(IGNORE).all() and not batch.targets[0].eq(IGNORE).all()
+def test_what_others_have_too_is_not_counted():
+    batch = made(shift_labels=LABELS, counts=False)
+    assert batch.targets.eq(IGNORE).all()
     assert LABELS[1, 0] == 9, "the script's own labels stay"
 
 
@@ -83,6 +83,7 @@ def test_a_call_is_recognised_by_its_tensors():
     host = [{key: value.clone() for key, value in batch.items()} for batch in batches]
     items = [Item(h, b, Share(2, None)) for h, b in zip(host, batches)]
     loaders = [_Loader([]), _Loader(items)]
+    recognise = functools.partial(calls.recognise, training=True)
     call = recognise({"input_ids": batches[1]["input_ids"]}, loaders)
     assert (call.index, call.last, call.own) == (1, True, False)
     swapped = recognise(
@@ -92,6 +93,12 @@ def test_a_call_is_recognised_by_its_tensors():
     assert swapped.tensors(1)["labels"] is host[1]["input_ids"], "and so of the other batches"
     own = recognise({"input_ids": batches[0]["input_ids"], "labels": LABELS.clone()}, loaders)
     assert own.own and own.last and len(own.window.items) == 1
+    batches[1]["labels"] = LABELS.clone()
+    changed = recognise({k: batches[1][k] for k in ("input_ids", "labels")}, loaders)
+    assert changed.own, "the script has put another tensor in the batch"
+    batches[0]["labels"][0, 0] = 3
+    written = recognise({k: batches[0][k] for k in ("input_ids", "labels")}, loaders)
+    assert written.own and written.tensors(0)["labels"][0, 0] == 3, "or written into one"
 
 
 def test_an_output_is_what_transformers_gives():
