@@ -1,8 +1,8 @@
 """How far bf16 runs of different layouts drift apart: ``python -m benchmarks.drift --out docs``.
 
 One small Llama on Python's standard library, 200 steps, the same initial weights and samples. The
-measure of noise is plain Hugging Face in bf16 (fp32 master weights, gradients of micro-batches added
-in fp32), with one to eight sequences in a micro-batch: the same run for everybody who thinks of it
+measure of noise is plain Hugging Face in bf16 (fp32 master weights, gradients of micro-batches
+added in fp32), with one to eight sequences in a micro-batch: the same run for everybody who thinks of it
 as a number of sequences a step. Then ds4d in bf16, one run a layout; and some of them
 with gradients that are added and reduced in bf16. Each run is compared with plain Hugging Face in
 fp32, over several seeds, for one run's distance is chance in part. And, without training: how far a
@@ -44,7 +44,9 @@ STEPS, SEQUENCES, ADDITIONS = 200, 8, 1024
 FILE: dict[str, Any] = {
     "train_batch_size": SEQUENCES,
     "train_micro_batch_size_per_gpu": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "optimizer": {
+        "type": "AdamW", "params": {"lr": 5e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    },
     "gradient_clipping": 1.0,
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 1},
@@ -201,7 +203,8 @@ def ds4d(seed: int, degrees: dict[str, int], *overrides: str) -> Curve:
         file.write_text(json.dumps(_content(seed)))
         sets = [f"ds4d.parallel.{axis}={degree}" for axis, degree in degrees.items()]
         words = [word for each in (*sets, *overrides) for word in ("--set", each)]
-        command = [sys.executable, "-m", "ds4d", "train", str(file), "--output", str(output), *words]
+        train = [sys.executable, "-m", "ds4d", "train", str(file)]
+        command = [*train, "--output", str(output), *words]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return [step["loss"] for step in read_metrics(output / "metrics.jsonl")]
 
@@ -230,7 +233,7 @@ def measure(seeds: Sequence[int]) -> Curves:
 
 
 def draw(curves: Curves, off: dict[str, dict[int, float]], picture: Path) -> None:
-    """Each run's distance from the fp32 run, over seeds and smoothed over 10 steps; and the sums."""
+    """Each run's distance from fp32, the mean of seeds, smoothed over 10 steps; and the sums."""
     from matplotlib.figure import Figure
 
     exact, kinds = curves["exact"]["fp32"], {k: v for k, v in curves.items() if k != "exact"}
