@@ -2,9 +2,9 @@
 
 One small Llama on Python's standard library, 200 steps, the same initial weights and samples. The
 measure of noise is plain Hugging Face in bf16 (fp32 master weights, gradients of micro-batches
-added in fp32), with one to eight sequences in a micro-batch: the same run for everybody who thinks of it
-as a number of sequences a step. Then ds4d in bf16, one run a layout; and some of them
-with gradients that are added and reduced in bf16. Each run is compared with plain Hugging Face in
+added in fp32), with one to eight sequences in a micro-batch: the same run for everybody who thinks
+of it as a number of sequences a step. Then ds4d in bf16, one run a layout; and some of them with
+gradients that are added and reduced in bf16. Each run is compared with plain Hugging Face in
 fp32, over several seeds, for one run's distance is chance in part. And, without training: how far a
 sum of many bf16 gradients is off when it is kept in bf16. Numbers, not times: a busy machine does
 not matter.

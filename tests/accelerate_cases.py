@@ -558,6 +558,31 @@ def labels_that_the_script_changes_in_the_batch(dp):
 
 
 @case
+def losses_over_the_scripts_own_number_of_targets(dp):
+    """As Accelerate's example for accumulation with autoregressive models has it."""
+    samples, model = Samples(16 * dp), make_model()
+    plain = copy.deepcopy(model)
+    reference = plain_steps(plain, sgd(plain), samples, groups_of(16 * dp, 4 * dp))
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    loader = DataLoader(samples, batch_size=2, collate_fn=collate)
+    prepared, opt, loader = accelerator.prepare(model, sgd(model), loader)
+    batches, losses = iter(loader), []
+    for _ in range(4):
+        of_step = [next(batches), next(batches)]
+        count = sum((batch["labels"][:, 1:] != IGNORE).sum() for batch in of_step)
+        count = accelerator.gather(count).sum().item()
+        for index, batch in enumerate(of_step):
+            with prepared.no_sync() if index == 0 else contextlib.nullcontext():
+                loss = prepared(**inputs_of(batch), num_items_in_batch=count).loss
+                accelerator.backward(loss * 2 * accelerator.num_processes)
+            losses.append(loss.detach() * accelerator.num_processes)
+        opt.step()
+        opt.zero_grad()
+    close(torch.stack(losses).view(4, 2).sum(1), torch.tensor(reference))
+    same_weights(accelerator, prepared, plain)
+
+
+@case
 def a_model_that_was_left_in_eval_mode(dp):
     samples, model = Samples(8), make_model().eval()
     plain = copy.deepcopy(model)

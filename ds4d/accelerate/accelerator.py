@@ -122,7 +122,9 @@ class Accelerator(Operations, States, accelerate.Accelerator):
         self._sharing = Sharing(sharing, world, mesh.coordinate.dp, mesh.parallel.dp)
         self._randomness = DataRandomness(world)
         self._asked_steps = self.gradient_state.num_steps
-        self.trainers_factor = 1  # what the Trainer multiplies losses by: ``patches.py``
+        if self._divides:  # scripts look here for it
+            shown = self.state.deepspeed_plugin.deepspeed_config
+            shown["gradient_accumulation_steps"] = self._steps()
         self._forget()
 
     def _forget(self) -> None:
@@ -186,7 +188,6 @@ class Accelerator(Operations, States, accelerate.Accelerator):
             )
         prepared = ScriptModel(model, self._begin, self._dataloaders)
         self._models.append(prepared)
-        prepared.trainers_factor = self.trainers_factor
         install_on(model, self._begin_if_any, prepared.generate)
         return prepared
 

@@ -23,9 +23,11 @@ from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
+from ds4d.accelerate.batch import LABELS, SHIFTED
 from ds4d.accelerate.dealing import Dealt, Share, deal, num_batches, sampler_of
 from ds4d.accelerate.randomness import DataRandomness, State, same_seed
 from ds4d.accelerate.tensors import find_batch_size
+from ds4d.data.batch import IGNORE
 
 RANK_AWARE = "BatchRebalanceSampler"  # transformers'
 
@@ -282,6 +284,9 @@ class ScriptLoader(DataLoaderStateMixin):
             yield batch, ahead is None
 
     def _item(self, host: Any, share: Share) -> Item:
+        if not share.real and isinstance(host, Mapping):  # nor does the script count it
+            hidden = {k: torch.full_like(host[k], IGNORE) for k in (LABELS, SHIFTED) if k in host}
+            host = {**host, **hidden}
         if self._device is None:
             return Item(host, host, share)
         batch = send_to_device(host, self._device, non_blocking=self._non_blocking)

@@ -12,7 +12,8 @@ then gives the loss of its own, and ``backward`` only notes what the script mult
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from ds4d.attention import supports
 from ds4d.data.batch import MicroBatch
 from ds4d.loss import whole_logits
 
+Items = Tensor | int | float | None
 PIPELINED = (
     "ds4d.parallel.pp {pp}: in training the model is called with labels, for the pipeline computes "
     "the loss on its last stage and goes back at once; a loss of the script's own on logits needs "
@@ -63,7 +65,6 @@ class ScriptModel(nn.Module):
         self._begin, self._loaders = begin, loaders
         self._parameters_of_call = inspect.signature(type(module).forward).parameters
         self.open: Call | None = None  # the last call in training
-        self.trainers_factor = 1  # see ``_learned``
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -94,11 +95,9 @@ class ScriptModel(nn.Module):
         learns = torch.is_grad_enabled() and (training or may_learn)
         run.set_training(self.module.training)
         has_labels = any(inputs.get(name) is not None for name in (LABELS, SHIFTED))
-        of_window = inputs.get("num_items_in_batch") is not None
+        items = inputs.get("num_items_in_batch")
         if not learns:
-            loss = self._judged(run, call) if has_labels else None
-            if of_window and loss is not None:
-                loss = loss / self.trainers_factor
+            loss = self._judged(run, call, items) if has_labels else None
             return Output(loss, lambda: self._looked_at(run, call))
         if not has_labels:
             if run.config.parallel.pp > 1:
@@ -106,7 +105,7 @@ class ScriptModel(nn.Module):
             self.open = call
             logits = self._logits(run, call)
             return Output(None, lambda: logits)
-        loss = self._learned(run, call, of_window=of_window)
+        loss = self._learned(run, call, items)
         return Output(loss, lambda: self._shown(run, call))
 
     def _named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -142,30 +141,41 @@ class ScriptModel(nn.Module):
 
     # -- training ---------------------------------------------------------------------------
 
-    def _learned(self, run: ScriptRun, call: Call, *, of_window: bool) -> Tensor:
+    def _learned(self, run: ScriptRun, call: Call, items: Items) -> Tensor:
         """Args:
-        of_window: the script wants the sum over the micro-batch, over the targets of the step.
+        items: what the script divides the sum of this rank's token losses by (transformers'
+            ``num_items_in_batch``), and takes the mean over dp; None: see the head of this file.
         """
         engine, work = run.engine_for_training(), self._work(run, call)
         if work.counts is None:
             work.counts = engine.count(work.micro_batches)
         tokens = work.counts.sum()
         scale = engine.mean_scale(tokens)
-        # the Trainer multiplies a loss over the targets of the step by the number of devices
-        share = 1 / self.trainers_factor if of_window else len(work.micro_batches)
-        targets = (tokens if of_window else work.counts[call.index]).clamp(min=1)
-        if of_window:
-            targets = targets * self.trainers_factor
         self.open = call
         if run.config.parallel.pp > 1:
             self._run_ahead(run, work, scale)
-            run.pending_share = share
-            whole = work.sums[call.index] / targets
+            run.pending_items = items
+            whole = self._over_ranks(run, work.sums[call.index], work.counts[call.index], items)
             return Recorded.apply(anchor(run.device), whole, work.factors)
         part = engine.forward(work.micro_batches[call.index], scale)
-        whole = part.detach().clone()
-        engine.sum_losses(whole)
-        return Weighted.apply(part, whole / targets, scale * share)
+        whole = self._over_ranks(run, part.detach(), work.counts[call.index], items)
+        if items is None:
+            return Weighted.apply(part, whole, scale * len(work.micro_batches))
+        # DeepSpeed takes the mean over dp x cp, but ranks of cp have parts of one sum
+        share = run.config.parallel.cp / torch.as_tensor(items, device=run.device)
+        return Weighted.apply(part, whole, share.float())
+
+    def _over_ranks(self, run: ScriptRun, part: Tensor, targets: Tensor, items: Items) -> Tensor:
+        """The loss of a micro-batch, the same on all ranks.
+
+        Args:
+            part: of the sum of its token losses, here.
+            targets: over all ranks.
+        """
+        whole = part.float() if items is None else part.float() / items
+        whole = whole.clone()
+        dist.all_reduce(whole, group=run.mesh.group("pp_dp_cp"))
+        return whole / (targets.clamp(min=1) if items is None else run.config.parallel.dp)
 
     def _run_ahead(self, run: ScriptRun, work: Work, scale: Tensor) -> None:
         """The schedule of the window, when its first micro-batch is asked for."""
@@ -179,28 +189,23 @@ class ScriptModel(nn.Module):
             )
         run.pending, work.factors = work, []
         work.sums = run.engine_for_training().run_schedule(work.micro_batches, scale)
-        run.engine.sum_losses(work.sums)
 
     # -- evaluation -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _judged(self, run: ScriptRun, call: Call) -> Tensor:
+    def _judged(self, run: ScriptRun, call: Call, items: Items) -> Tensor:
         """A pipeline runs all batches of the window at once."""
         work, done = self._work(run, call), call.window.done
         if run.config.parallel.pp == 1:
-            ((loss_sum, count),) = self._sums(run, [work.micro_batches[call.index]])
+            ((part, count),) = run.eval_sums([work.micro_batches[call.index]])
         else:
             key = "sums", call.keys, self.module.training, run.steps
             if key not in done:
-                done[key] = self._sums(run, work.micro_batches)
-            loss_sum, count = done[key][call.index]
-        return (loss_sum / count.clamp(min=1)).float()
-
-    def _sums(self, run: ScriptRun, batches: list[MicroBatch]) -> Tensor:
-        """(sum of token losses, targets) of each over all ranks, [batches, 2]."""
-        sums = torch.stack([torch.stack(pair) for pair in run.eval_sums(batches)])
-        dist.all_reduce(sums, group=run.mesh.group("pp_dp_cp"))
-        return sums
+                done[key] = list(run.eval_sums(work.micro_batches))
+            part, count = done[key][call.index]
+        count = count.clone()
+        dist.all_reduce(count, group=run.mesh.group("pp_dp_cp"))
+        return self._over_ranks(run, part, count, items)
 
     # -- logits -----------------------------------------------------------------------------
 
@@ -263,6 +268,11 @@ class ScriptModel(nn.Module):
         """Of the last step."""
         run = self._begin()
         return None if run.stepped is None else run.stepped.grad_norm
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As DDP's: gradients are reduced when the step's last batch has gone back, in any case."""
+        yield
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Of the whole model, on the CPU of the main process; empty elsewhere. Collective: the

@@ -67,7 +67,6 @@ def apply() -> None:
     trainer.Accelerator = _make_accelerator
     trainer.skip_first_batches = skip_first_batches
     _wrap(trainer, "deepspeed_init", _init_with_ours)
-    _wrap(trainer.Trainer, "create_accelerator_and_postprocess", _accelerator_of_the_trainer)
     _wrap(trainer, "deepspeed_load_checkpoint", _load_ours)
     _wrap(trainer.Trainer, "save_model", _save_ours)
     _wrap(trainer.Trainer, "_wrap_model", _wrapped_as_prepared)
@@ -182,12 +181,6 @@ def _make_accelerator(**kwargs: Any) -> Any:
     if isinstance(kwargs.get("deepspeed_plugin"), DeepSpeedPlugin):
         return Accelerator(**kwargs)
     return accelerate.Accelerator(**kwargs)
-
-
-def _accelerator_of_the_trainer(original: Any, self: Any) -> None:
-    original(self)
-    if isinstance(self.accelerator, Accelerator) and self.args.average_tokens_across_devices:
-        self.accelerator.trainers_factor = self.accelerator.num_processes
 
 
 def _init_with_ours(

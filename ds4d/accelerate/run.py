@@ -19,6 +19,7 @@ from ds4d.accelerate.calls import Work
 from ds4d.accelerate.gathered import meet, whole_tensors
 from ds4d.accelerate.lazy import InFiles, source_of
 from ds4d.accelerate.takeover import Given, Original, take_over
+from ds4d.accelerate.tensors import gather
 from ds4d.checkpoint.find import locate
 from ds4d.checkpoint.load import load, read_extra
 from ds4d.checkpoint.save import save
@@ -86,7 +87,7 @@ class ScriptRun:
         self.schedule: Any = None
         self._behind = False  # the schedule, by the last step
         self.pending: Work | None = None  # of a step whose schedule has run
-        self.pending_share = 1.0  # of a loss in the step's: see ``ScriptModel._learned``
+        self.pending_items: Any = None  # that its losses are over: see ``ScriptModel._learned``
         self._ahead: Pipeline | None = None
         self._given: Given | InFiles | None = self._weights(module)
         if optimization is None:
@@ -224,9 +225,27 @@ class ScriptRun:
             )
         if max(factors) - min(factors) > 1e-6 * max(map(abs, factors)):
             raise ValueError(UNEVEN.format(pp=self.config.parallel.pp, factors=factors))
-        factor = factors[0] * self.pending_share
+        factor = factors[0] * self._share(work)
         if abs(factor - 1.0) > 1e-6:
             engine.multiply_gradients(factor)
+
+    def _share(self, work: Work) -> float:
+        """Of the gradient that the schedule has left, by what the script's losses are over.
+
+        Raises:
+            ValueError: that is not the same on all ranks.
+        """
+        if self.pending_items is None:
+            return len(work.micro_batches)
+        items = torch.as_tensor(self.pending_items, device=self.device).double().reshape(1)
+        each = gather(items, self.mesh.group("dp")).tolist()
+        if len(set(each)) > 1:
+            raise ValueError(
+                f"ds4d.parallel.pp {self.config.parallel.pp}: num_items_in_batch differs between "
+                f"ranks ({each}); give the number of all of them (the Trainer's "
+                "average_tokens_across_devices)"
+            )
+        return float(work.counts.sum()) / (len(each) * each[0])
 
     # -- the whole model --------------------------------------------------------------------
 
