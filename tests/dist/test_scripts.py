@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ds4d.launch.variables import free_port
+from tests.harness import run_distributed
 from tests.script_runs import (
     BLOCK_SIZE,
     ROOT,
@@ -245,3 +246,25 @@ def test_half_a_launchers_variables_are_refused(tmp_path):
     done = run_cases(tmp_path, {"ds4d": {}}, [], WORLD_SIZE="2")
     assert done.returncode != 0
     assert "missing RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in done.stderr
+
+
+def met(alone):
+    """What comes of a meeting to which one rank comes alone, or both."""
+    import torch.distributed as dist
+
+    from ds4d.accelerate.gathered import meet
+
+    rank = dist.get_rank()
+    if alone and rank == 1:
+        return None
+    try:
+        meet(f"save_pretrained {alone}", rank=rank, size=2, seconds=1.0 if alone else 60.0)
+    except RuntimeError as error:
+        return str(error)
+    return "met"
+
+
+def test_saving_on_the_main_process_alone_does_not_hang():
+    assert run_distributed(met, 2, alone=False) == ["met", "met"]
+    text, _ = run_distributed(met, 2, alone=True)
+    assert "was called on 1 of 2 ranks" in text and "all of them must call it" in text
