@@ -7,6 +7,7 @@ meant for.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -56,8 +57,6 @@ SCHEDULES_NOTE = (
     "Accelerate's do: its numbers of steps are to be multiplied by accelerator.num_processes. For "
     "schedules that count optimizer steps: Accelerator(..., schedules_count=\"steps\")"
 )
-
-
 WITHOUT_BACKWARD = (
     "ds4d.accelerate: optimizer.step() after model(**batch) without accelerator.backward(loss); "
     "loss.backward() alone does not reach the engine"
@@ -106,8 +105,11 @@ class Accelerator(Operations, States, accelerate.Accelerator):
         self._file, self._filled = file, None if trainers is None else trainers.hf_ds_config
         self._schedules_count = schedules_count
         # Whoever hands over a plugin divides by its own count, as the Trainer does.
-        self._divides = gradient_accumulation_plugin is None
+        plugin = gradient_accumulation_plugin
+        self._divides = plugin is None or plugin.num_steps > 1
         self._accumulating = False
+        asked = kwargs.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION")
+        self._asked_precision = None if asked in (None, "no") else str(asked)
         kwargs.pop("cpu", None)  # the launcher and DS_ACCELERATOR say it
         super().__init__(
             *args,
@@ -316,8 +318,8 @@ class Accelerator(Operations, States, accelerate.Accelerator):
             world_size=mesh.parallel.world_size,
             micro=self._micro(),
             accumulation=steps,
-            fills={**fills, "gradient_clipping": 0.0, **self._precision()},
-            matches={},
+            fills={**fills, "gradient_clipping": 0.0},
+            precision=self._asked_precision,
         )
         if module.is_activation_checkpointing and run.recompute == "none":
             run = run.replace(recompute="full")
@@ -359,10 +361,6 @@ class Accelerator(Operations, States, accelerate.Accelerator):
         sizes = [x.batch_size for x in self._dataloaders if isinstance(x.batch_size, int)]
         size = sizes[0] if sizes else 1
         return max(1, size // self.num_processes) if self.split_batches else size
-
-    def _precision(self) -> dict[str, Any]:
-        asked = self.state._mixed_precision if self.state._mixed_precision != "no" else None
-        return {"bf16.enabled": asked == "bf16", "fp16.enabled": asked == "fp16"}
 
     def _note(self, text: str) -> None:
         if text not in self._noted and self.is_main_process:

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from ds4d.config import batch, validate
 from ds4d.config.draft import AUTO, Draft
-from ds4d.config.errors import ConfigError, Problem
+from ds4d.config.errors import ConfigError, Problem, show
 from ds4d.config.load import load
 from ds4d.config.read import read
 from ds4d.config.resolve import build
@@ -58,13 +58,14 @@ class ScriptFile:
         Raises:
             ConfigError: there is none, or it is not JSON.
         """
-        given = getattr(given, "config", given)
+        of_plugin, given = hasattr(given, "config"), getattr(given, "config", given)
         named = os.environ.get(ACCELERATES), os.environ.get(VARIABLE)
         source = given or next((n for n in named if n and n != "none"), None)
         if source is None:
             raise ConfigError([Problem("", MISSING)], name="ds4d.accelerate")
         document = read(source if isinstance(source, Mapping) else Path(source))
-        return cls(_scripts_part(document.content), document.name)
+        content = _without_accelerates(document.content) if of_plugin else document.content
+        return cls(_scripts_part(content), document.name)
 
     @property
     def content_for_accelerate(self) -> dict[str, Any]:
@@ -109,7 +110,7 @@ class ScriptFile:
         micro: int,
         accumulation: int,
         fills: Mapping[str, Any],
-        matches: Mapping[str, Any],
+        precision: str | None = None,
     ) -> RunConfig:
         """The file as ds4d trains by it.
 
@@ -118,18 +119,24 @@ class ScriptFile:
             micro: sequences in a batch of the script's loader.
             accumulation: batches of an optimizer step.
             fills: dotted key -> what "auto" stands for there.
-            matches: dotted key -> what the script says; the file may not say something else.
+            precision: "bf16" or "fp16", as the script or its launcher asks for; None: it does not.
 
         Raises:
             ConfigError: everything that is wrong.
         """
         content = copy.deepcopy(self.content)
-        matches = {batch.MICRO: micro, batch.ACCUMULATION: accumulation, **matches}
+        matches = {batch.MICRO: micro, batch.ACCUMULATION: accumulation}
+        for name in ("bf16", "fp16"):
+            if precision == name:
+                content.setdefault(name, {"enabled": True})
+                matches[f"{name}.enabled"] = True
+            elif _at(content, f"{name}.enabled") == AUTO:
+                content[name]["enabled"] = False
         problems = [
             Problem(
                 key,
-                f"{value} in the file, {matches[key]} in the script; make them equal, or set the "
-                'file\'s to "auto"',
+                f"{show(value)} in the file, {show(matches[key])} in the script; make them equal, "
+                'or set the file\'s to "auto"',
             )
             for key in matches
             if (value := _at(content, key)) not in (None, AUTO) and value != matches[key]
@@ -156,12 +163,18 @@ _SOME_MODEL = {"model_type": "llama"}
 
 
 def _scripts_part(content: dict[str, Any]) -> dict[str, Any]:
-    """Without what is the script's, and without what Accelerate writes into the dict."""
+    """Without the sections that the script is."""
     content = copy.deepcopy(content)
     block = content.setdefault("ds4d", {})
     if isinstance(block, dict):
         for section in SCRIPTS:
             block.pop(section, None)
+    return content
+
+
+def _without_accelerates(content: dict[str, Any]) -> dict[str, Any]:
+    """Without what Accelerate writes into the dict of its plugin."""
+    content = copy.deepcopy(content)
     if math.isinf(content.get("steps_per_print") or 0):
         del content["steps_per_print"]
     content.pop("zero_allow_untested_optimizer", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from transformers import LlamaConfig
@@ -24,14 +25,14 @@ FILE = {
 }
 
 
-def run_of(content, *, world_size=4, micro=3, accumulation=2, fills=None, matches=None):
+def run_of(content, *, world_size=4, micro=3, accumulation=2, fills=None, precision=None):
     return ScriptFile.find(content).run(
         MODEL,
         world_size=world_size,
         micro=micro,
         accumulation=accumulation,
         fills=fills or {},
-        matches=matches or {},
+        precision=precision,
     )
 
 
@@ -53,6 +54,16 @@ def test_numbers_that_contradict_the_script_are_said_together():
     assert "train_micro_batch_size_per_gpu: 8 in the file, 3 in the script" in text
     assert "gradient_accumulation_steps: 4 in the file, 2 in the script" in text
     assert "ds4d.parallel.tp" in text, "what ds4d's own rules say stands beside it"
+
+
+def test_the_precision_that_the_script_asks_for():
+    assert run_of(FILE).precision.param_dtype == "fp32"
+    assert run_of(FILE, precision="bf16").precision.param_dtype == "bf16"
+    auto = FILE | {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    for precision in (None, "bf16", "fp16"):
+        assert run_of(auto, precision=precision).precision.param_dtype == (precision or "fp32")
+    with pytest.raises(ConfigError, match="bf16.enabled: false in the file, true in the script"):
+        run_of(FILE | {"bf16": {"enabled": False}}, precision="bf16")
 
 
 def test_model_data_and_length_are_the_scripts():
@@ -99,8 +110,9 @@ def test_comments_in_the_file_are_no_error(tmp_path):
 
 
 def test_what_accelerate_writes_into_the_dict_is_taken_out():
-    content = FILE | {"steps_per_print": float("inf"), "fp16": {"enabled": False}}
-    assert run_of(content).precision.param_dtype == "fp32"
+    content = FILE | {"steps_per_print": float("inf"), "bf16": {"enabled": False}}
+    plugins = SimpleNamespace(config=content)
+    assert run_of(plugins, precision="bf16").precision.param_dtype == "bf16"
 
 
 def test_a_version_that_is_not_known_is_refused(monkeypatch):
