@@ -416,8 +416,9 @@ class Engine:
         this rank alone, and nothing where it does not have the last stage. See ``loss.eval_sums``.
 
         Every rank must give as many, for under ZeRO-3 a forward pass is collective, and so it is
-        along a pipeline. The model is in the mode that it was set to.
+        along a pipeline.
         """
+        self.set_training(False)
         if self._pipeline is None:
             return eval_sums(self._engine, batches, device=self.device)
         return self._pipeline.evaluate(batches)

@@ -323,7 +323,6 @@ class Trainer:
             dp_size=self.run.parallel.dp,
             cutter=self.cutter,
         )
-        self.engine.set_training(False)
         sums = self.engine.eval_sums(batches)
         group = self.mesh.group("pp_dp_cp")
         return mean_loss(sums, device=self.engine.device, group=group)[0]
