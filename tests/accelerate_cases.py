@@ -29,6 +29,7 @@ from ds4d.accelerate import Accelerator, lazily
 
 from transformers import (  # isort: skip  (after ds4d, as the README says)
     AutoModelForCausalLM,
+    BatchEncoding,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
@@ -293,6 +294,33 @@ def labels_that_the_script_makes(dp):
         losses.append(float(loss))
     close(losses, reference)
     same_weights(accelerator, prepared, plain)
+
+
+@case
+def batches_that_are_no_dicts(dp):
+    """Tuples, and transformers' BatchEncoding, which is moved to a device in place."""
+    kinds = (
+        lambda rows: tuple(inputs_of(collate(rows)).values()),
+        lambda rows: BatchEncoding(inputs_of(collate(rows))),
+    )
+    for kind in kinds:
+        samples, model = Samples(6 * dp + 1), make_model()
+        plain = copy.deepcopy(model)
+        groups = groups_of(len(samples), 2 * dp)
+        reference = plain_steps(plain, sgd(plain), samples, groups)
+        accelerator = Accelerator()
+        loader = DataLoader(samples, batch_size=2, collate_fn=kind)
+        prepared, opt, loader = accelerator.prepare(model, sgd(model), loader)
+        losses = []
+        for batch in loader:
+            if isinstance(batch, tuple):
+                batch = dict(zip(("input_ids", "attention_mask", "labels"), batch))
+            loss = prepared(**batch).loss
+            accelerator.backward(loss)
+            opt.step()
+            losses.append(loss.detach())
+        close(torch.stack(losses), torch.tensor(reference))
+        same_weights(accelerator, prepared, plain)
 
 
 @case

@@ -353,14 +353,15 @@ class Accelerator(Operations, States, accelerate.Accelerator):
         return optimization(self._given_optimizer, self._given_scheduler, run, names)
 
     def _micro(self) -> int:
-        """Sequences in a batch of the loader that is trained on: the file's number, or else that
-        of the first loader."""
+        """Sequences in a batch of the loader that is trained on: the file's number, where there is
+        such a loader, or else that of the first."""
         in_file = self._file.content.get("train_micro_batch_size_per_gpu")
-        if isinstance(in_file, int):
-            return in_file
+        parts = self.num_processes if self.split_batches else 1
         sizes = [x.batch_size for x in self._dataloaders if isinstance(x.batch_size, int)]
-        size = sizes[0] if sizes else 1
-        return max(1, size // self.num_processes) if self.split_batches else size
+        sizes = [max(1, size // parts) for size in sizes] or [in_file]
+        if in_file in sizes:
+            return in_file
+        return sizes[0] if isinstance(sizes[0], int) else 1
 
     def _note(self, text: str) -> None:
         if text not in self._noted and self.is_main_process:

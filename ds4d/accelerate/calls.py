@@ -18,7 +18,7 @@ from ds4d.accelerate.dealing import Share
 from ds4d.accelerate.loader import Item, ScriptLoader, Window
 from ds4d.data.batch import MicroBatch
 
-Keys = tuple[tuple[str, str], ...]  # argument of the model, key of the loader's batch
+Keys = tuple[tuple[str, Any], ...]  # argument of the model, key of the loader's batch
 
 
 @dataclass(eq=False)

@@ -37,21 +37,28 @@ class Item:
     """One batch.
 
     Attributes:
-        host: as the loader gave it, on the CPU.
+        host: as the loader gave it, on the CPU; its parts by key, or by place.
         batch: what the script gets.
         share: how many samples of it are real.
-        given: the tensors of ``batch`` as the script got them: by key, with their versions, for it
-            may put others in their place or write into them.
+        given: the tensors of ``batch`` as the script got them, with their versions, for it may put
+            others in their place or write into them.
     """
 
-    host: Any
+    host: dict[Any, Any]
     batch: Any
     share: Share
-    given: dict[str, tuple[torch.Tensor, int]] = field(init=False)
+    given: dict[Any, tuple[torch.Tensor, int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        named = self.batch.items() if isinstance(self.batch, Mapping) else ()
+        named = parts_of(self.batch).items()
         self.given = {k: (x, x._version) for k, x in named if isinstance(x, torch.Tensor)}
+
+
+def parts_of(batch: Any) -> dict[Any, Any]:
+    """Of a batch that is a dict or a list, by key or by place; of others none."""
+    if isinstance(batch, Mapping):
+        return dict(batch.items())
+    return dict(enumerate(batch)) if isinstance(batch, (tuple, list)) else {}
 
 
 @dataclass(eq=False)
@@ -224,14 +231,14 @@ class ScriptLoader(DataLoaderStateMixin):
                         self._position.inside = False
                     yield item.batch
         finally:
-            self._position.inside = False
+            self._position.inside, self._position.window = False, None
             self.gradient_state._remove_dataloader(self)
 
     def _remainder(self, item: Item) -> int:
         """As Accelerate has it: samples of the last group, 0: it is full."""
         whole = self.total_batch_size
         if whole is None:
-            whole = (find_batch_size(item.host) or 0) * self._sharing.dp_size
+            whole = (find_batch_size(item.batch) or 0) * self._sharing.dp_size
         return 0 if item.share.group in (None, whole) else item.share.group
 
     def _windows(self) -> Iterator[Window]:
@@ -287,10 +294,10 @@ class ScriptLoader(DataLoaderStateMixin):
         if not share.real and isinstance(host, Mapping):  # nor does the script count it
             hidden = {k: torch.full_like(host[k], IGNORE) for k in (LABELS, SHIFTED) if k in host}
             host = {**host, **hidden}
-        if self._device is None:
-            return Item(host, host, share)
-        batch = send_to_device(host, self._device, non_blocking=self._non_blocking)
-        return Item(host, batch, share)
+        parts, batch = parts_of(host), host  # some kinds of batch are moved in place
+        if self._device is not None:
+            batch = send_to_device(host, self._device, non_blocking=self._non_blocking)
+        return Item(parts, batch, share)
 
     # -- where it stands --------------------------------------------------------------------
 

@@ -37,8 +37,6 @@ PIPELINED = (
     "the loss on its last stage and goes back at once; a loss of the script's own on logits needs "
     "pp 1"
 )
-
-
 BEAMS = (
     "ds4d.pipeline.schedule {schedule}: each rank has several chunks, each with a KV cache, and "
     "num_beams {beams} would let texts change places in one of them; search without beams, or "
@@ -185,7 +183,8 @@ class ScriptModel(nn.Module):
             raise RuntimeError(
                 "ds4d.accelerate: the model was called in training for another step before "
                 "optimizer.step(); under a pipeline a call has run backward, too. To look at a "
-                "loss use model.eval() or torch.no_grad()"
+                "loss use model.eval() or torch.no_grad(); to accumulate, call it with the "
+                "tensors of the loader's batches (change these in the collate function)"
             )
         run.pending, work.factors = work, []
         work.sums = run.engine_for_training().run_schedule(work.micro_batches, scale)
