@@ -182,7 +182,7 @@ def ways(cp: int) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_kind(kind, cp):
     steps = [KINDS[kind]] * 2
     compare([(folder_of("llama"), by(way, cp), steps) for way in ways(cp)], cp)
@@ -196,7 +196,7 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("name, changes", FAMILIES)
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_kinds_in_one_step(name, changes, cp):
     """Windows, caps, sinks, chunks, layers without positions, masks that do not ask for positions,
     values of another size."""

@@ -3,6 +3,8 @@ number of ranks, the micro-batch or the ZeRO stage changes (cases D05, D06)."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -73,8 +75,14 @@ def check_to_the_bit(run, folder, **changes):
     return expected
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+IN_SHORT = {(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "bf16")}
+PAIRS = [
+    pytest.param(*pair, marks=() if pair in IN_SHORT else pytest.mark.slow)
+    for pair in itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"))
+]
+
+
+@pytest.mark.parametrize("stage, precision", PAIRS)
 def test_the_same_layout_goes_on_to_the_bit(tmp_path, stage, precision):
     run = make_run(stage=stage, dp=2, micro=2, precision=precision, scheduler=COSINE)
     check_to_the_bit(run, tmp_path)

@@ -10,6 +10,7 @@ from ds4d.verify.run import verify
 from tests import harness
 from tests.dist.test_generate import run_ds4d
 from tests.dist.test_launch import ROOT
+from tests.tp_families import dealt
 from tests.verify_runs import MODEL, on_workers, run_of
 
 QUICKSTART = ROOT / "ds_configs" / "quickstart.json"
@@ -29,7 +30,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", dealt(LAYOUTS, 0, turns=2))
 def test_layouts_are_within(name):
     report = verify(run_of(**LAYOUTS[name]), call=on_workers)
     assert report.passed, [row for row in report.rows if not row.passed]
@@ -58,7 +59,7 @@ def own_workers():
     harness.close()
 
 
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("name", dealt(HALF, 0, turns=2))
 def test_half_precision_is_no_further_off_than_plain_half_precision(name, request):
     if name == "autocast":
         request.getfixturevalue("own_workers")

@@ -8,7 +8,6 @@ from ds4d.verify.run import verify
 from tests.verify_faults import FAULTS
 from tests.verify_runs import run_of, with_fault
 
-
 # two of three in the ordinary run
 SOME = [
     pytest.param(name, marks=pytest.mark.slow if place % 3 == 2 else ())

@@ -15,6 +15,7 @@ from ds4d.tensor_parallel.state import TensorParallel
 from ds4d.tensor_parallel.vocab import install_head, shard_embedding
 from tests.harness import run_distributed
 from tests.reference import TINY_LLAMA, tiny_model
+from tests.tp_families import dealt
 from tests.vocabulary import B, S, batch_of, check_gradients, give_values, plain_loss
 
 SMALL = {k: v for k, v in TINY_LLAMA.items() if k not in ("model_type", "tie_word_embeddings")}
@@ -84,7 +85,7 @@ def _family(fields):
     assert torch.equal(*tokens)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", dealt([1, 2, 4], 1))
 @pytest.mark.parametrize("fields", FAMILIES, ids=lambda f: f["model_type"])
 def test_families(fields, world):
     run_distributed(_family, world, fields=fields)
