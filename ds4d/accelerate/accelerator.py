@@ -356,6 +356,9 @@ class Accelerator(Operations, States, accelerate.Accelerator):
         """Sequences in a batch of the loader that is trained on: the file's number, where there is
         such a loader, or else that of the first."""
         in_file = self._file.content.get("train_micro_batch_size_per_gpu")
+        is_settled = self._filled is not None or self._given_optimizer is None
+        if isinstance(in_file, int) and is_settled:  # the Trainer has compared it; or none trains
+            return in_file
         parts = self.num_processes if self.split_batches else 1
         sizes = [x.batch_size for x in self._dataloaders if isinstance(x.batch_size, int)]
         sizes = [max(1, size // parts) for size in sizes] or [in_file]
