@@ -1017,7 +1017,8 @@ def what_cannot_be_right_is_refused_by_name(dp):
     prepared, optimizer, loader = accelerator.prepare(model, sgd(model), loader)
     with raises(ValueError, "second model"):
         accelerator.prepare(make_model())
-    batch = next(iter(loader))
+    batches = iter(loader)
+    batch = next(batches)
     with raises(ValueError, "inputs_embeds"):
         prepared(**inputs_of(batch), inputs_embeds=torch.zeros(2, 3, 32))
     with raises(ValueError, "output_hidden_states"):
