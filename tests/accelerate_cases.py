@@ -1039,6 +1039,11 @@ def what_cannot_be_right_is_refused_by_name(dp):
             optimizer.step()
     with raises(ValueError, "norm_type"):
         accelerator.clip_grad_norm_(prepared.parameters(), 1.0, norm_type=1)
+    accelerator.backward(prepared(**inputs_of(batch)).loss)
+    accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
+    optimizer.param_groups[0]["lr"] *= 0.5
+    with raises(RuntimeError, "between clip_grad_norm_"):
+        optimizer.step()
 
 
 @case

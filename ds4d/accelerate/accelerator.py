@@ -460,6 +460,7 @@ class Accelerator(Operations, States, accelerate.Accelerator):
             if bound or not in_file or in_file == "auto":
                 run.engine_for_training().clip_at(bound)
             self._step()
+            self._optimizers[0].remember_rates()
         if run.stepped is None:
             return None
         return torch.tensor(run.stepped.grad_norm, device=self.device)

@@ -231,6 +231,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self.step_due: Callable[[], bool] = lambda: False
         self.do_step: Callable[[], None] = lambda: None
         self.scaler, self.device_placement = None, False
+        self._rates: list[Any] | None = None  # of a step that clipping has taken
 
     @property
     def optimizer(self) -> Optimizer:
@@ -255,10 +256,23 @@ class PreparedOptimizer(AcceleratedOptimizer):
         """Collective: the world."""
         if closure is not None:
             raise ValueError("ds4d.accelerate: optimizer.step(closure) is not supported")
+        taken_with, self._rates = self._rates, None
+        if taken_with is not None and taken_with != self._rates_now():
+            raise RuntimeError(
+                "ds4d.accelerate: the learning rate was changed between clip_grad_norm_, which "
+                "takes the step, and optimizer.step(); change it before"
+            )
         if self.step_due():
             self.do_step()
         if self._of_script is not None:
             self._of_script._opt_called = True  # schedules ask whether it was stepped
+
+    def remember_rates(self) -> None:
+        """With which a step has been taken; ``step`` finds them unchanged, or says so."""
+        self._rates = self._rates_now()
+
+    def _rates_now(self) -> list[Any]:
+        return [group["lr"] for group in self.param_groups]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Nothing: the engine does so with each step."""
