@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import json
 import sys
 import traceback
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import PartialState
+from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import DummyOptim, DummyScheduler
 from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from torch.optim.lr_scheduler import LambdaLR
@@ -774,6 +776,44 @@ def the_trainer_fills_in_a_schedule_of_the_file(dp):
         "total_num_steps": 6, "warmup_num_steps": 2, "warmup_max_lr": 1e-2, "warmup_min_lr": 0
     }  # fmt: skip
     close(_logged(trainer, "learning_rate"), _rates_of_deepspeed(params, steps=6))
+
+
+class FileTracker(GeneralTracker):
+    """Of the user's own: writes lines."""
+
+    name, requires_logging_directory = "file", False
+
+    @on_main_process
+    def __init__(self):
+        self.file = Path("tracked.jsonl").open("w")
+
+    @property
+    def tracker(self):
+        return self.file
+
+    @on_main_process
+    def store_init_configuration(self, values):
+        self.log(values)
+
+    @on_main_process
+    def log(self, values, step=None, **_):
+        print(json.dumps({"step": step, **values}), file=self.file, flush=True)
+
+
+@case
+def trackers_and_screen_are_of_the_main_process(dp):
+    accelerator = Accelerator(log_with=FileTracker())
+    accelerator.init_trackers("project", config={"lr": 0.1})
+    accelerator.log({"loss": 1.5}, step=3)
+    with contextlib.redirect_stdout(io.StringIO()) as screen:
+        accelerator.print("once")
+    assert (screen.getvalue() == "once\n") == accelerator.is_main_process
+    accelerator.wait_for_everyone()
+    with accelerator.main_process_first():
+        lines = Path("tracked.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": None, "lr": 0.1}, {"step": 3, "loss": 1.5}
+    ]  # fmt: skip
 
 
 # -- optimizers and schedules ---------------------------------------------------------------------
