@@ -1116,6 +1116,7 @@ def main() -> None:
             print(text, file=sys.stderr, flush=True)
             raise
         results[name] = "passed"
+        print(f"passed: {name}", flush=True)
     if accelerator.is_main_process:
         (folder / "results.json").write_text(json.dumps(results))
 
