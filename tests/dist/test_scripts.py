@@ -210,7 +210,7 @@ LAYOUTS_OF_CASES = {
     ],
 )
 def test_cases(layout, tmp_path):
-    """``tests/accelerate_cases.py``, all of them in one job."""
+    """``tests/script_cases``, all of them in one job."""
     degrees, stage, more = LAYOUTS_OF_CASES[layout]
     content = {"zero_optimization": {"stage": stage}, "ds4d": {"parallel": degrees, **more}}
     world_size = 4 if "dp" in degrees else 2
@@ -229,8 +229,7 @@ def run_cases(folder: Path, content: dict, words: list[str], *cases: str, **vari
         "DS4D_CONFIG": str(folder / "ds4d.json"), "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **variables,
     }  # fmt: skip
-    script = str(ROOT / "tests" / "accelerate_cases.py")
-    command = [sys.executable, *words, script, str(folder), *cases]
+    command = [sys.executable, *words, "-m", "tests.script_cases", str(folder), *cases]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
     )
