@@ -25,18 +25,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from ds4d import gradients, optimizer_state
 from ds4d.checkpoint.logical import LogicalTensor
-from ds4d.comm import all_reduce, open_transport
+from ds4d.comm import open_transport
 from ds4d.config.deepspeed_json import to_deepspeed
 from ds4d.config.types import RunConfig
 from ds4d.data.batch import MicroBatch
@@ -45,9 +41,9 @@ from ds4d.mesh import DeepSpeedMpu, Mesh
 from ds4d.optim import OptimizerMaker
 from ds4d.pipeline.engine import Pipeline
 from ds4d.pipeline.recorder import OFF, Recorder
-from ds4d.pipeline.stage import StandIn
 from ds4d.router_loss import RouterLoss
 from ds4d.zero3 import Partition, forward_alone, hide_gathering, partition_for
+from ds4d.zero_engine import ZeroEngine
 
 
 @dataclass(frozen=True)
@@ -84,57 +80,6 @@ class Stepped(NamedTuple):
 
     grad_norm: float
     skipped: bool
-
-
-class _ZeroEngine(DeepSpeedEngine):
-    """DeepSpeed's engine, with its gaps on fp32 without ZeRO and on the CPU closed."""
-
-    def _do_sanity_check(self):
-        # torch computes fp16 on every CPU; DeepSpeed wants special instructions for it.
-        accelerator = get_accelerator()
-        if accelerator.device_name() == "cpu":
-            accelerator.is_fp16_supported = lambda: True
-        super()._do_sanity_check()
-
-    def allreduce_no_retain(self, bucket, dp_group, *args, **kwargs):
-        # Of one rank there is nothing to sum; DeepSpeed copies all gradients there and back.
-        if dist.get_world_size(dp_group) > 1:
-            super().allreduce_no_retain(bucket, dp_group, *args, **kwargs)
-
-    def _take_model_step(self, lr_kwargs):
-        # fp32 without ZeRO has no wrapper: no norm is kept and a non-finite step is taken.
-        if self.optimizer is not self.basic_optimizer:
-            return super()._take_model_step(lr_kwargs)
-        norm = self._plain_grad_norm()
-        self._global_grad_norm = norm
-        self._step_applied = bool(torch.isfinite(norm))
-        if self._step_applied:
-            if self.gradient_clipping() > 0.0:
-                groups = [p for p in self.module.parameters() if p.grad is not None]
-                clip_grads_with_norm_(groups, self.gradient_clipping(), norm)
-            self.optimizer.step()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-        else:
-            self.skipped_steps += 1
-        self.zero_grad()
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
-
-    @torch.no_grad()
-    def _plain_grad_norm(self) -> Tensor:
-        """The L2 norm of the whole gradient, the same on every rank to the bit: of what is cut
-        over tp the sum, of what all tp ranks hold the mean; a copy on another stage left out."""
-        group = self.mpu.get_model_parallel_group()
-        grads: dict[bool, list[Tensor]] = {True: [], False: []}
-        for p in self.module.parameters():
-            if p.grad is not None and not getattr(p, PIPE_REPLICATED, False):
-                grads[is_model_parallel_parameter(p)].append(p.grad)
-        sharded, replicated = (get_total_norm(g).double() ** 2 for g in grads.values())
-        copies = self.mpu.get_tensor_model_parallel_world_size()
-        squares = (sharded + replicated / copies).to(self.device)
-        all_reduce(squares, group, purpose="gradient norm")
-        return squares.sqrt().float()
 
 
 def _fill_empty(groups: list[dict[str, Any]], model: nn.Module) -> dict[str, nn.Parameter]:
@@ -206,7 +151,7 @@ class Engine:
         for name, filler in fillers.items():
             model.register_parameter(name, filler)
         stepped = optimizer.make([group for group in groups if group["params"]])
-        engine = _ZeroEngine(
+        engine = ZeroEngine(
             args=None,
             model=model,
             optimizer=stepped,
@@ -459,53 +404,3 @@ class Engine:
         optimizer_state.seek(self._engine, step - scalars["skipped_steps"])
         yield optimizer_state.logical_state(self._engine)
         optimizer_state.publish(self._engine)
-
-
-def find_nonfinite(engine: Engine, micro_batches: Sequence[MicroBatch]) -> str | None:
-    """Repeat a step that was not finite, without an update, and name the first bad tensor.
-
-    Collective over the world. Gradients are left behind: the caller ends the run.
-
-    Returns:
-        one line with rank, pass, module and tensor.
-    """
-    pipeline = engine._pipeline
-    stages = {} if pipeline is None else pipeline.stage_of_modules()
-    names = {module: name or "the model" for name, module in engine.module.named_modules()}
-    # this rank's first of either pass, with what orders them over all ranks: what is bad spreads
-    # from forward to backward passes, and from stage to stage
-    found: dict[bool, tuple[bool, int, int, str]] = {}
-
-    def watch(what: str, *, backward: bool = False):
-        def hook(module: nn.Module, inputs: Any, outputs: Any) -> None:  # or gradients of these
-            made = inputs if backward else outputs
-            for tensor in made if isinstance(made, (tuple, list)) else [made]:
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    if backward not in found and not torch.isfinite(tensor).all():
-                        stage = stages.get(module, 0)
-                        place = (backward, -stage if backward else stage, dist.get_rank())
-                        found[backward] = (*place, f"{what} of {names[module]}")
-
-        return hook
-
-    # what stands in for the parts of other stages passes on what was made there
-    leaves = [
-        module for module in names
-        if not list(module.children()) and not isinstance(module, StandIn)
-    ]  # fmt: skip
-    handles = [module.register_forward_hook(watch("the output")) for module in leaves]
-    watch_gradient = watch("the gradient at the input", backward=True)
-    handles += [module.register_full_backward_hook(watch_gradient) for module in leaves]
-    # a mean, as in training: fp16 would overflow elsewhere with the sum
-    tokens = sum(count_targets(batch.targets) for batch in micro_batches).to(engine.device)
-    scale = 1 / tokens.clamp(min=1)
-    if pipeline is None:
-        engine._pass_after_pass(micro_batches, scale)
-    else:
-        engine.run_schedule(micro_batches, scale)
-    for handle in handles:
-        handle.remove()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, min(found.values(), default=None))
-    *_, rank, what = min(filter(None, everyone), default=(None, None))
-    return what and f"rank {rank}: {what}"

@@ -31,7 +31,7 @@ from ds4d.data.errors import DataError
 from ds4d.data.loader import TrainLoader, eval_batches
 from ds4d.data.order import SampleOrder
 from ds4d.data.prepare import PreparedData, prepare
-from ds4d.engine import Engine, StepResult, find_nonfinite
+from ds4d.engine import Engine, StepResult
 from ds4d.evaluate import mean_loss
 from ds4d.late_checks import check_hosts_agree, judge_model, refuse_occupied
 from ds4d.launch import runtime
@@ -41,6 +41,7 @@ from ds4d.model.config import hf_config
 from ds4d.monitor import Monitor
 from ds4d.monitor.flops import model_flops, peak_tflops
 from ds4d.monitor.screen import say
+from ds4d.nonfinite import find_nonfinite
 from ds4d.pipeline.recorder import OFF, Recorder
 from ds4d.pipeline.stage import stage_cutter
 from ds4d.resume import (

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ds4d import engine, gradients, optim, optimizer_state
+from ds4d import engine, gradients, optim, optimizer_state, zero_engine
 from ds4d.attention import ring, ulysses
 from ds4d.data import loader
 from ds4d.data.batch import IGNORE
@@ -149,12 +149,12 @@ def _rounded():
 
 @fault("the norm is that of one tp rank's shards", "tp", tp=2, dp=2, stage=0)
 def _norm():
-    real = engine.all_reduce
+    real = zero_engine.all_reduce
 
     def reduce(x, group, *, purpose):
         return x if purpose == "gradient norm" else real(x, group, purpose=purpose)
 
-    return mock.patch.object(engine, "all_reduce", reduce)
+    return mock.patch.object(zero_engine, "all_reduce", reduce)
 
 
 @fault("a rank's range of the vocabulary is shifted by one", "tp", tp=2, dp=2)

@@ -275,7 +275,7 @@ def train_with_a_bad_step(runs, batches):
     """In step 2, rank 1's logits are infinite: (results, weights moved in step 2, first bad)."""
     import torch.distributed as dist
 
-    from ds4d.engine import find_nonfinite
+    from ds4d.nonfinite import find_nonfinite
 
     out = []
     for run in runs:

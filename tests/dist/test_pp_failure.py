@@ -48,7 +48,7 @@ def spoiled(engine, what: str, name: str):
 def train_with_a_bad_step(cases):
     """Of each case: the results of three steps, the second of them spoiled; whether weights moved
     in that step; and what ``find_nonfinite`` says of it."""
-    from ds4d.engine import find_nonfinite
+    from ds4d.nonfinite import find_nonfinite
 
     out = []
     for run, *where in cases:
